@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import sqlite3
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,20 +116,3 @@ async def test_a_secret_inside_the_store_or_open_to_others_is_refused(tmp_path: 
     shown.chmod(0o644)
     with pytest.raises(UsageError, match="chmod 600"):
         signing_secret(SecretPlace(file=shown), "a" * 32, tmp_path / "store", sessions=False)
-
-
-async def test_a_store_of_an_earlier_version_loses_its_secret(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "gateway.sqlite"
-    async with GatewayStore(path):
-        pass
-    secret = bytes(range(200, 232))
-    with sqlite3.connect(path) as db:
-        db.execute("INSERT INTO meta VALUES ('secret', ?)", (secret,))
-    db.close()
-    assert secret in path.read_bytes()
-    async with GatewayStore(path):
-        pass
-    assert secret not in path.read_bytes()
-    assert any("keys issued before open nothing" in line for line in caplog.messages)

@@ -45,7 +45,7 @@ async def test_a_gateway_waits_for_an_engine_that_comes_later(tmp_path: Path) ->
     assert process.stdout and process.stderr
     try:
         async with asyncio.timeout(120):
-            while b"waiting for an engine" not in (line := await process.stderr.readline()):
+            while b"none ready waited_s" not in (line := await process.stderr.readline()):
                 assert line, "it ended"
         assert f"cannot connect to http://127.0.0.1:{port}".encode() in line
         async with serving(FakeVllm(ScriptedEngine(counting)), port):

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,25 +57,6 @@ def failing(seen: Seen) -> dict[str, str]:
         except AssertionError as error:
             wrong[name] = str(error).partition("\n")[0]
     return wrong
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("dialect", DIALECTS)
-async def test_an_honest_session_keeps_them(tmp_path: Path, dialect: str, stream: bool) -> None:
-    seen = await scene(tmp_path, dialect, stream)
-    assert failing(seen) == {}
-    assert [turn["tier"] for turn in seen.turns] == [
-        "full",
-        "append",
-        "append",
-        "append",
-        "splice",
-        "full",
-        "append",
-        "append",
-        "append",
-    ]
-    assert [e["reason"] for e in seen.linear["excluded"]] == ["aborted"]
 
 
 # --- broken on purpose ----------------------------------------------------------------------------
@@ -163,11 +144,11 @@ def partials_are_left_out_without_a_word(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(trajectories, "exclusions", lambda *_: ())
 
 
-def a_missing_logprob_is_nought(patch: pytest.MonkeyPatch) -> None:
+def a_logprob_is_recorded_as_zero(patch: pytest.MonkeyPatch) -> None:
     real = CallAccumulator.fold
 
-    def fold(self: CallAccumulator, chunk: Chunk, now: float) -> Chunk:
-        return real(self, structs.replace(chunk, logprobs=(0.0, *chunk.logprobs[1:])), now)
+    def fold(self: CallAccumulator, chunk: Chunk, now: float) -> None:
+        real(self, structs.replace(chunk, logprobs=(0.0, *chunk.logprobs[1:])), now)
 
     patch.setattr(CallAccumulator, "fold", fold)
 
@@ -202,13 +183,13 @@ def content_may_spell_control_tokens(patch: pytest.MonkeyPatch) -> None:
         (a_shared_turn_is_trained_in_every_row, {"I4"}),
         (a_branch_is_lost, {"I4"}),
         (partials_are_left_out_without_a_word, {"I4"}),
-        (a_missing_logprob_is_nought, {"I4"}),
+        (a_logprob_is_recorded_as_zero, {"I4"}),
         (all_tokens_have_the_first_version, {"I7"}),
         (tools_do_not_enter_the_root, {"I9"}),
         (content_may_spell_control_tokens, {"I10"}),
     ],
 )
-async def test_it_is_seen_when(
+async def test_broken_gateway_violates_an_invariant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: Broken, fails: set[str]
 ) -> None:
     broken(monkeypatch)
@@ -218,29 +199,36 @@ async def test_it_is_seen_when(
 # --- I5: streaming, not streaming, every dialect --------------------------------------------------
 
 
-async def all_ways(tmp_path: Path) -> dict[str, Seen]:
-    ways = [(dialect, stream) for dialect in DIALECTS for stream in (False, True)]
+TIERS = ["full", "append", "append", "append", "splice", "full", "append", "append", "append"]
+
+
+async def in_dialects(tmp_path: Path, dialects: Sequence[str]) -> dict[str, Seen]:
+    ways = [(dialect, stream) for dialect in dialects for stream in (False, True)]
     return {f"{d} stream={s}": await scene(tmp_path / f"{d}{s}", d, s) for d, s in ways}
 
 
-async def test_streaming_and_not_in_every_dialect_make_the_same_forest(tmp_path: Path) -> None:
-    looks = await all_ways(tmp_path)
+async def test_every_dialect_streamed_or_not_records_the_same_tree(tmp_path: Path) -> None:
+    looks = await in_dialects(tmp_path, DIALECTS)
     assert len(looks) == 8
+    for seen in looks.values():
+        assert failing(seen) == {}
+        assert [turn["tier"] for turn in seen.turns] == TIERS
+        assert [e["reason"] for e in seen.linear["excluded"]] == ["aborted"]
     i5(looks)
 
 
-@pytest.mark.parametrize("view", [ChatStream, AnthropicStream])
-async def test_a_stream_that_drops_a_word_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, view: Any
+@pytest.mark.parametrize(("dialect", "encoder"), [("chat", ChatStream), ("anthropic", AnthropicStream)])
+async def test_stream_that_drops_a_word_violates_i5(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dialect: str, encoder: Any
 ) -> None:
-    real = view.delta
+    real = encoder.delta
 
-    def piece(self: Any, given: CallDelta) -> bytes:
-        kept = [e for e in given.events if not (isinstance(e, TextDelta) and "4" in e.text)]
-        return real(self, structs.replace(given, events=kept))
+    def without_4(self: Any, delta: CallDelta) -> bytes:
+        events = [e for e in delta.events if not (isinstance(e, TextDelta) and "4" in e.text)]
+        return real(self, structs.replace(delta, events=events))
 
-    monkeypatch.setattr(view, "delta", piece)
-    looks = await all_ways(tmp_path)
+    monkeypatch.setattr(encoder, "delta", without_4)
+    looks = await in_dialects(tmp_path, [dialect])
     assert all(failing(seen) == {} for seen in looks.values())
     with pytest.raises(AssertionError, match="stream=True"):
         i5(looks)
@@ -273,7 +261,7 @@ async def killed(tmp_path: Path) -> tuple[dict[str, list[int]], int, Seen]:
         return ended, 3, await there.look()
 
 
-async def test_what_was_seen_to_its_end_survives_a_kill(tmp_path: Path) -> None:
+async def test_finished_calls_survive_a_kill(tmp_path: Path) -> None:
     ended, asked, after = await killed(tmp_path)
     i6(ended, asked, after)
     assert [turn["status"] for turn in after.turns] == ["committed", "committed", "dangling"]
@@ -312,7 +300,7 @@ def a_retry_samples_again(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "broken", [turns_are_committed_after_they_were_shown, calls_are_not_announced, a_retry_samples_again]
 )
-async def test_a_kill_shows_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: Broken) -> None:
+async def test_kill_violates_i6_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: Broken) -> None:
     broken(monkeypatch)
     # A turn whose parent was lost cannot even be shown.
     with pytest.raises((AssertionError, KeyError)):
@@ -321,7 +309,7 @@ async def test_a_kill_shows_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 # --- I8: keys -------------------------------------------------------------------------------------
 
-DOORS = [
+ENDPOINTS = [
     ("POST", "/s/b.1/v1/chat/completions"),
     ("POST", "/s/b.1/v1/messages"),
     ("POST", "/s/b.1/reward"),
@@ -336,7 +324,7 @@ DOORS = [
 ]
 
 
-async def burgle(there: Place) -> tuple[dict[str, int], Seen, Seen]:
+async def try_other_key(there: Place) -> tuple[dict[str, int], Seen, Seen]:
     a, b = await there.client("a.1"), await there.client("b.1")
     await b.say(user("Hi"))
     key = a.door.keywords["key"]
@@ -344,15 +332,15 @@ async def burgle(there: Place) -> tuple[dict[str, int], Seen, Seen]:
     statuses: dict[str, int] = {}
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi"}], "reward": 1.0}).encode()
     for kind, used in (("key", key), ("forged key", key.replace("a.1", "b.1"))):
-        for method, path in DOORS:
+        for method, path in ENDPOINTS:
             answer = await knock(there.app, method, path, body if method == "POST" else b"", used)
             statuses[f"{kind}, {method} {path}"] = answer.status
     return statuses, before, await there.look(b, "b.1")
 
 
-async def test_a_key_opens_nothing_of_another_session(tmp_path: Path) -> None:
+async def test_session_key_is_refused_for_another_session(tmp_path: Path) -> None:
     async with place(tmp_path, ScriptedEngine(lambda _: said("Yes."))) as there:
-        i8(*await burgle(there))
+        i8(*await try_other_key(there))
 
 
 def signatures_are_not_checked(patch: pytest.MonkeyPatch) -> None:
@@ -379,13 +367,13 @@ def the_path_alone_names_the_session(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("broken", [signatures_are_not_checked, the_path_alone_names_the_session])
-async def test_an_open_door_is_seen_when(
+async def test_broken_key_check_violates_i8(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: Broken
 ) -> None:
     broken(monkeypatch)
     async with place(tmp_path, ScriptedEngine(lambda _: said("Yes."))) as there:
         with pytest.raises(AssertionError, match="another session's key"):
-            i8(*await burgle(there))
+            i8(*await try_other_key(there))
 
 
 # --- I11: rescoring -------------------------------------------------------------------------------
@@ -410,7 +398,7 @@ async def sampled_and_rescored(store: Path) -> tuple[Seen, list[list[float]]]:
     return seen, rescored
 
 
-async def test_rescoring_gives_the_recorded_logprobs(tmp_path: Path) -> None:
+async def test_rescored_logprobs_equal_the_recorded_ones(tmp_path: Path) -> None:
     seen, rescored = await sampled_and_rescored(tmp_path)
     assert failing(seen) == {}
     assert len(rescored) == 2
@@ -438,7 +426,7 @@ def a_newline_more_is_recorded_than_was_sent(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "broken", [logprobs_are_those_of_another_temperature, a_newline_more_is_recorded_than_was_sent]
 )
-async def test_rescoring_shows_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: Broken) -> None:
+async def test_rescoring_detects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: Broken) -> None:
     broken(monkeypatch)
     seen, rescored = await sampled_and_rescored(tmp_path)
     with pytest.raises(AssertionError, match="off by"):

@@ -264,7 +264,7 @@ async def test_a_dropped_stream_leaves_its_partial_out_of_the_loss(tmp_path: Pat
         assert links(seen, "t2") == [("retry", "t1")]
 
 
-async def test_an_answer_whose_end_was_missed_is_given_to_whoever_asks_again(tmp_path: Path) -> None:
+async def test_an_answer_whose_end_was_missed_is_given_to_whoever_is_retry(tmp_path: Path) -> None:
     async with answering(tmp_path, said("Once."), said("Twice.")) as there:
         client = await there.client()
         assert not (await client.send(user("Hi"), toolset=0, leaves_at=LAST)).whole

@@ -19,7 +19,7 @@ from tests.gateway.test_interrupted_calls import ask, custody
 from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.errors import Conflict, Unavailable
 from afield.gateway.app import GatewayApp
-from afield.gateway.echoed_turns import recognised
+from afield.gateway.echoed_turns import recognise_replies
 from afield.gateway.engine_pool import EnginePool
 from afield.gateway.request_cache import ConversationCache
 from afield.gateway.shards import PASSED, Shard, socket_path
@@ -304,7 +304,7 @@ def test_a_call_id_that_two_turns_spell_names_neither() -> None:
 
     forest = TurnTree([turn(1, calling(""), QUESTION), turn(2, calling("Once more."), QUESTION)])
     echoed = (QUESTION, calling(""), Message(role="tool", tool_call_id="functions.look:0", content="x"))
-    assert recognised(forest, echoed) == echoed
+    assert recognise_replies(forest, echoed) == echoed
 
 
 def test_what_was_read_before_is_read_the_same_when_one_turn_comes_in_pieces() -> None:

@@ -68,14 +68,14 @@ class Attack:
             await attack
 
 
-async def test_bodies_that_unpack_to_gigabytes_are_refused_while_others_are_served(tmp_path: Path) -> None:
-    body = bomb(1024 * MB)
+async def test_gzip_bombs_get_413_while_others_are_served(tmp_path: Path) -> None:
+    body = bomb(256 * MB)
     before = resident_bytes()
     async with running(ScriptedEngine(hello), tmp_path) as up:
         ticket = await up.client.open(SessionSpec(id="r.1"))
         attack = Attack()
-        await attack.run(up, ticket.api_key, body, 24)
-        assert len(attack.statuses) == 24
+        await attack.run(up, ticket.api_key, body, 10)
+        assert len(attack.statuses) == 10
         assert set(attack.statuses) <= {413, 429}
         assert 413 in attack.statuses
         # In the event loop, one health request would be served for all bodies that are unpacked in a row.
@@ -86,7 +86,7 @@ async def test_bodies_that_unpack_to_gigabytes_are_refused_while_others_are_serv
         await agent.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
 
 
-async def test_a_session_holds_only_so_many_bytes_in_flight(tmp_path: Path) -> None:
+async def test_request_bytes_in_flight_are_limited_per_session(tmp_path: Path) -> None:
     limits = GatewayLimits(request_bytes=MB, session_bytes=2 * MB)
     text = "x" * 900_000
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]}).encode()
@@ -129,7 +129,7 @@ async def test_a_session_holds_only_so_many_bytes_in_flight(tmp_path: Path) -> N
         (lambda whole: b"no gzip" + whole, "the body is not gzip"),
     ],
 )
-async def test_a_compressed_body_is_read_whole_or_refused(spoil, wanted: str, tmp_path: Path) -> None:
+async def test_compressed_body_is_read_whole_or_refused(spoil, wanted: str, tmp_path: Path) -> None:
     said = [{"role": "user", "content": os.urandom(200_000).hex()}, {"role": "user", "content": "Hi"}]
     short = [{"role": "user", "content": "Hi " * 30}]
     async with running(ScriptedEngine(hello), tmp_path) as up:
@@ -187,9 +187,7 @@ async def drip(writer: asyncio.StreamWriter, text: bytes) -> None:
     ],
     ids=["silent", "empty lines", "slow head", "slow body", "empty lines after an answer"],
 )
-async def test_a_client_that_does_not_finish_its_request_is_cut_off(
-    begin: bytes, then: bytes, answer: bytes, tmp_path: Path
-) -> None:
+async def test_incomplete_request_times_out(begin: bytes, then: bytes, answer: bytes, tmp_path: Path) -> None:
     async with running(ScriptedEngine(hello), tmp_path, connections=QUICK) as up:
         ticket = await up.client.open(SessionSpec(id="r.1"))
         async with connected(up) as (reader, writer):
@@ -209,7 +207,7 @@ async def _all_of(reader: asyncio.StreamReader) -> bytes:
     return heard
 
 
-async def test_a_large_body_that_keeps_coming_is_waited_for(tmp_path: Path) -> None:
+async def test_large_body_above_the_minimum_rate_is_accepted(tmp_path: Path) -> None:
     """Longer in all than the time for a body, at more than the least rate."""
     async with running(ScriptedEngine(hello), tmp_path, connections=QUICK) as up:
         ticket = await up.client.open(SessionSpec(id="r.1"))
@@ -226,7 +224,7 @@ async def test_a_large_body_that_keeps_coming_is_waited_for(tmp_path: Path) -> N
             assert answer.startswith(b"HTTP/1.1 400")  # it is no JSON
 
 
-async def test_a_long_call_is_not_a_slow_client(tmp_path: Path) -> None:
+async def test_running_call_does_not_time_out_its_client(tmp_path: Path) -> None:
     asked, go_on = asyncio.Event(), asyncio.Event()
 
     class Waiting(ScriptedEngine):
@@ -248,7 +246,7 @@ async def test_a_long_call_is_not_a_slow_client(tmp_path: Path) -> None:
         assert (await call).choices[0].message.content == "hello"
 
 
-async def test_one_address_has_only_so_many_connections(tmp_path: Path) -> None:
+async def test_connections_per_address_are_limited(tmp_path: Path) -> None:
     limits = ConnectionLimits(per_address=8)
     async with running(ScriptedEngine(hello), tmp_path, connections=limits) as up:
         held = [await asyncio.open_connection(*address(up)) for _ in range(40)]
@@ -273,7 +271,7 @@ async def _refused(reader: asyncio.StreamReader) -> bool:
         return False
 
 
-async def test_half_a_character_in_a_request_is_named_as_such(tmp_path: Path) -> None:
+async def test_lone_surrogate_gets_400(tmp_path: Path) -> None:
     async with running(ScriptedEngine(hello), tmp_path) as up:
         ticket = await up.client.open(SessionSpec(id="r.1"))
         body = b'{"model": "m", "messages": [{"role": "user", "content": "\\ud83d\\ude00 \\ud800"}]}'

@@ -1,4 +1,7 @@
-"""The forest oracle: thousands of random sessions, judged by what their agents did and by the ledger."""
+"""Turn trees of random sessions, checked against a model of the agents and the recorded engine calls.
+
+bench/oracle.py runs the same oracle on thousands of sessions.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from support.random_agents import Wild
 from support.random_sessions import World, world
 
 pytestmark = pytest.mark.anyio
-EACH = 250
+EACH = 60
 HAPPENED: Counter[str] = Counter()
 
 
@@ -30,14 +33,13 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, logger="afield.gateway")
 
 
-@pytest.mark.parametrize("batch", range(8))
-async def test_random_sessions_are_what_their_agents_made_of_them(tmp_path: Path, batch: int) -> None:
+@pytest.mark.parametrize("batch", range(3))
+async def test_random_sessions_match_the_oracle_and_survive_a_restart(tmp_path: Path, batch: int) -> None:
     seeds = range(batch * EACH, (batch + 1) * EACH)
     async with world(tmp_path) as w:
         seen = await w.populate(seeds)
     assert w.counts["sessions"] == EACH
     HAPPENED.update(w.counts)
-    # The same again from what was stored.
     async with world(tmp_path) as after:
         for session_id in list(seen)[:10]:
             assert await after.get(f"/sessions/{session_id}/turns?prompt_ids=1") == {
@@ -46,8 +48,8 @@ async def test_random_sessions_are_what_their_agents_made_of_them(tmp_path: Path
             assert await after.get(f"/sessions/{session_id}/trajectories") == seen[session_id].linear
 
 
-def test_everything_that_can_happen_did() -> None:
-    """Of the batches that ran here: an oracle that never sees a case cannot judge it."""
+def test_random_sessions_cover_every_outcome_and_link() -> None:
+    """Covers the batches that ran in this process."""
     if not HAPPENED:
         pytest.skip("no batch was run")
     kinds = ["committed", "aborted", "replayed", "split", "tier append", "tier splice", "tier full"]
@@ -58,7 +60,7 @@ def test_everything_that_can_happen_did() -> None:
     assert HAPPENED["calls"] > 5 * HAPPENED["sessions"]
 
 
-async def test_random_sessions_over_http(tmp_path: Path) -> None:
+async def test_random_sessions_over_http_match_the_oracle(tmp_path: Path) -> None:
     wild = Wild()
     engine = ScriptedEngine(wild)
     async with running(engine, tmp_path) as up, aiohttp.ClientSession() as http:
@@ -77,19 +79,19 @@ async def test_random_sessions_over_http(tmp_path: Path) -> None:
                 return Answer(response.status, await response.read(), True)
 
         w = World(up.gateway, engine, wild, door)
-        await w.populate(range(10_000, 10_050))
-        assert w.counts["sessions"] == 50
+        await w.populate(range(10_000, 10_020))
+        assert w.counts["sessions"] == 20
 
 
-def no_retry_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def retries_are_sampled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def again(*_: Any) -> list[Any]:
         return []
 
     monkeypatch.setattr(Calls, "_repeat_answer", again)
 
 
-def no_echo_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_cache, "recognised", lambda _, messages: tuple(messages))
+def echoes_are_not_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_cache, "recognise_replies", lambda _, messages: tuple(messages))
 
 
 def nothing_is_superseded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,12 +103,12 @@ def abandoned_answers_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repeats, "excluded", lambda forest, *_: excluded(forest, "train"))
 
 
-def every_repeated_answer_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def all_repeated_answers_are_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repeats, "_quoted", lambda *_: False)
     monkeypatch.setattr(turn_tree.TurnTree, "has_children", lambda *_: False)
 
 
-def leaving_goes_unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def disconnects_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     async def exclude_turn(*_: Any) -> None: ...
 
     monkeypatch.setattr(SessionManager, "exclude_turn", exclude_turn)
@@ -128,26 +130,28 @@ def arguments_are_compared_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "arguments_value", lambda text: text)
 
 
-def no_link_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def links_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "_links", lambda *_: ())
 
 
 @pytest.mark.parametrize(
     "broken",
     [
-        no_retry_is_known,
-        no_echo_is_recognised,
+        retries_are_sampled_again,
+        echoes_are_not_recognised,
         nothing_is_superseded,
         abandoned_answers_are_trained,
-        every_repeated_answer_is_left_out,
-        leaving_goes_unnoticed,
+        all_repeated_answers_are_excluded,
+        disconnects_are_not_recorded,
         side_calls_are_trained,
         the_oldest_match_is_taken,
         arguments_are_compared_as_text,
-        no_link_is_kept,
+        links_are_dropped,
     ],
 )
-async def test_the_oracle_notices_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: Any) -> None:
+async def test_oracle_detects_a_broken_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: Any
+) -> None:
     broken(monkeypatch)
     async with world(tmp_path) as w:
         with pytest.raises(AssertionError, match="seed "):

@@ -102,7 +102,7 @@ async def test_a_forged_reward_is_refused_and_the_verifiers_stands(
     finished, _ = await judged(tmp_path, forger, half)
     assert set(answers) == {403}
     assert [one.outcome.reward for one in finished] == [0.5, 0.5]
-    assert "tried to give itself the reward" in caplog.text
+    assert "reward by the agent refused" in caplog.text
 
 
 async def test_the_agent_has_ended_before_its_verifier_starts(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ SAID_BY_GATEWAY = [
     ("gateway", r"GET /sessions/SESSION/turns: 401"),
     ("gateway", r"POST /s/other\.1/v1/chat/completions: 401"),
     ("gateway", r"POST /s/SESSION/v1/chat/completions: 413"),
-    ("rewards", r"session SESSION: its agent tried to give itself the reward 9\.0"),
+    ("rewards", r"session SESSION: reward by the agent refused reward=9\.0"),
     ("rewards", r"POST /s/SESSION/outcome: 409 session SESSION already has another outcome"),
 ]
 # Without control groups nobody counts what sockets and files in memory hold, or tells of a fork too many.

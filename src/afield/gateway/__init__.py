@@ -1,5 +1,5 @@
-"""The gateway: agents speak their dialect to it, it speaks token ids to an engine, and keeps both.
+"""The gateway: model APIs for agents, token ids for engines, a durable record of both.
 
-From the outside in: `app` (HTTP) -> `dialects` (one per API) -> `calls` (one model call, start to
-end) -> `lineage` (which turn does this extend?), `sessions` (phases, budgets) -> `store` (durable).
+A request passes through `app` (HTTP), `dialects` (one per API), `calls` (one model call), `prompts`
+(parent turn and token ids), `sessions` (phases and budgets) and `store` (SQLite).
 """

@@ -1,4 +1,4 @@
-"""The control API: sessions, their turns and trajectories, and the policy. See docs/reference/http-api.md."""
+"""Admin API: sessions, turns, trajectories, keys, engines, policy. See docs/reference/http-api.md."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class SessionRoute(Struct, frozen=True):
 async def handle_session(
     gateway: LocalGateway, session: Session, grant: Grant | None, scope: Scope, path: str, body: bytes
 ) -> Any:
-    """What an agent or a verifier may ask and say with its own key; None stands for the admin key."""
+    """Handles a session request of an agent or a verifier; `grant` is None for the admin key."""
     if path == "/outcome":
         return await outcome(gateway, session, grant, body)
     if path == "/complete" and grant and KeyScope.REWARD not in grant.scopes:
@@ -90,7 +90,7 @@ async def handle_session(
 
 
 async def outcome(gateway: LocalGateway, session: Session, grant: Grant | None, body: bytes) -> Any:
-    """The end of an attempt in one message; repeating it is harmless."""
+    """Records the outcome of an attempt. Idempotent."""
     agent = grant is not None and KeyScope.REWARD not in grant.scopes
     verdict = outcomes.judged(session.row.spec) and not agent
     statement = outcomes.read(body, session.row, verdict=verdict)
@@ -102,7 +102,7 @@ async def outcome(gateway: LocalGateway, session: Session, grant: Grant | None, 
 
 def _refuse_reward(session: Session, reward: Any) -> None:
     if reward is not None:
-        log.warning("session %s: its agent tried to give itself the reward %.200s", session.id, repr(reward))
+        log.warning("session %s: reward by the agent refused reward=%.200s", session.id, repr(reward))
         raise forbidden("this key may not give a reward", "the session's verifier does")
 
 
@@ -309,7 +309,7 @@ ROUTES: list[tuple[str, re.Pattern[str], Handler]] = [
         ("GET", "/metrics/snapshot", snapshot),
     )
 ]
-# What agents and verifiers reach under their session's base, and the scope it takes.
+# Routes under a session's base URL, and the scope that each needs.
 SESSION_ROUTES: dict[tuple[str, str], SessionRoute] = {
     ("POST", "/alive"): SessionRoute(KeyScope.INFER, alive),
     ("POST", "/reward"): SessionRoute(KeyScope.REWARD, reward),

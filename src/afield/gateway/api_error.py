@@ -1,6 +1,6 @@
-"""A request the gateway turns down: status, a stable code, what is wrong and what to do.
+"""HTTP errors of the gateway: status, stable code, message and hint.
 
-Each dialect writes it in its own shape; the control API as `{"error": {type, message, hint}}`.
+Each dialect encodes them in its own shape; the admin API as `{"error": {type, message, hint}}`.
 """
 
 from __future__ import annotations
@@ -9,27 +9,36 @@ from afield.errors import AfieldError
 
 
 class ApiError(AfieldError):
-    """`sizes` are the tokens asked for and the tokens allowed, where that is what is wrong."""
+    """An error response of the gateway."""
 
-    sizes: tuple[int, int] | None = None
-    retry_after_s: float | None = None
-    parameter: str | None = None
-    """The parameter of the request that is wrong, where it is one."""
-
-    def __init__(self, status: int, code: str, message: str, hint: str = "") -> None:
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        hint: str = "",
+        *,
+        parameter: str | None = None,
+        retry_after_s: float | None = None,
+        sizes: tuple[int, int] | None = None,
+    ) -> None:
+        """`parameter` is the invalid one, `sizes` are prompt tokens and context length of an overflow."""
         super().__init__(message)
         self.status = status
         self.code = code
         self.message = message
         self.hint = hint
+        self.parameter = parameter
+        self.retry_after_s = retry_after_s
+        self.sizes = sizes
 
     @property
     def text(self) -> str:
         return f"{self.message}; {self.hint}" if self.hint else self.message
 
 
-def bad_request(message: str, hint: str = "") -> ApiError:
-    return ApiError(400, "invalid_request_error", message, hint)
+def bad_request(message: str, hint: str = "", *, parameter: str | None = None) -> ApiError:
+    return ApiError(400, "invalid_request_error", message, hint, parameter=parameter)
 
 
 def unauthorized(
@@ -55,14 +64,13 @@ def budget_exhausted(message: str) -> ApiError:
 
 
 def context_exceeded(prompt: int, limit: int) -> ApiError:
-    refusal = ApiError(
+    return ApiError(
         400,
         "context_length_exceeded",
         f"This model's maximum context length is {limit} tokens; the request has {prompt} in its messages",
         "shorten the conversation",
+        sizes=(prompt, limit),
     )
-    refusal.sizes = (prompt, limit)
-    return refusal
 
 
 def engine_down(message: str) -> ApiError:

@@ -1,8 +1,8 @@
-"""The gateway's HTTP face: a raw ASGI app.
+"""ASGI application: routing and authentication.
 
-Paths under `/s/{session}/` and the bare dialect paths are for agents, with the session's key; the rest
-is for trainers and collectors, with the admin key (see `control`). A wrong or missing key is always
-401. Sessions are made by `POST /sessions`, and by requests with a header key that its owner created.
+Paths under `/s/{session}/` and the bare dialect paths take a session key. All other paths take the admin
+key (see `admin_api`). A wrong or missing key gets 401. `POST /sessions` opens sessions, and so does a
+request with a header key.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from afield.types import Failure, FailureKind, Reason
 
 log = logging.getLogger("afield.gateway")
 
-# Routes of dialects that clients ask for with `/v1` missing, because their base URL lacks it.
+# Dialect routes without `/v1`, for clients whose base URL lacks it.
 _BARE = re.compile(
     r"/(chat/completions|completions|responses(/[^/]+(/input_items|/cancel)?)?|messages(/count_tokens)?|models|models/[^/]+)"
 )
-# Of several versions the last one counts: it is the client's own, those before it came with a base URL.
+# A repeated version prefix: the last one is the client's, the others come from the base URL.
 _DOUBLED = re.compile(r"^(/v1|/v1beta)+(?=/v1/|/v1beta/)")
-LARGE = 512 * 1024  # bytes of a body that are read off the event loop
+LARGE = 512 * 1024  # bytes; larger bodies are decoded in a thread
 _AGENT = ("/v1/", "/v1beta/")
 PATH_KEY = "afield.path_key"
 KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key"})
@@ -69,7 +69,7 @@ HAND_IN_LESS = (
 
 
 class _Answer:
-    """Where an answer goes, and whether something of it has gone."""
+    """ASGI `send` that notes whether the response has started."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -81,7 +81,7 @@ class _Answer:
 
 
 def _request_line(scope: Scope) -> str:
-    """In one line, whatever a client put into the path."""
+    """Method and path for a log line, with control characters escaped."""
     return f"{scope['method']} {scope['path'][:200].encode('unicode_escape').decode()}"
 
 
@@ -102,7 +102,7 @@ class GatewayApp:
             await self._serve(scope, receive, answer)
         for failure in failures:
             log.error("%s: %s\n%s", _request_line(scope), failure.message, failure.traceback)
-            if not answer.begun:  # else it breaks off, and the client sees that
+            if not answer.begun:  # otherwise the connection breaks off
                 error = ApiError(500, "internal_error", "the gateway failed at this request", "see its log")
                 await self._refuse(error, scope, answer)
 
@@ -134,9 +134,9 @@ class GatewayApp:
             log.info("%s: %d %s", _request_line(scope), api_error.status, api_error.message)
             await self._refuse(api_error, scope, send)
         except (ClientGone, asyncio.CancelledError):
-            log.info("%s: the client left", _request_line(scope))
+            log.info("%s: client disconnected", _request_line(scope))
 
-    # --- agents ----------------------------------------------------------------------------------
+    # --- agents and verifiers ---
 
     async def _agent(
         self, session_id: str | None, path: str, scope: Scope, receive: Receive, send: Send
@@ -189,12 +189,12 @@ class GatewayApp:
             raise not_found(f"{method} {path} is not served", "POST v1/chat/completions is, for one")
 
     async def _check(self, session_id: str | None, scope: Scope, needs: KeyScope | None) -> None:
-        """Whether the key is good for something that concerns no session; opens none."""
+        """Checks a key for a request that needs no session, and opens none."""
         if self._gateway.header_keys.check(key_of(scope)) is None:
             await self._session(session_id, scope, needs)
 
     async def _session(self, session_id: str | None, scope: Scope, needs: KeyScope | None) -> Session:
-        """The session a request may use; the key decides, the path must agree."""
+        """Returns the session of a request. The key names the session; the path must agree."""
         key = key_of(scope)
         if not key:
             raise unauthorized()
@@ -220,7 +220,7 @@ class GatewayApp:
         return session
 
     def _grant(self, key: str) -> Grant | None:
-        """What a key that was checked may do; None stands for the admin key."""
+        """Returns the grant of a checked key; None for the admin key."""
         if self._gateway.keys.is_admin(key):
             return None
         row = self._gateway.header_keys.check(key)
@@ -230,11 +230,11 @@ class GatewayApp:
         return grant
 
     def _admits(self, key: str) -> bool:
-        """Whether a key is one of this gateway's, for whatever it may do."""
+        """Returns whether a key belongs to this gateway."""
         keys = self._gateway.keys
         return keys.is_admin(key) or bool(keys.check(key) or self._gateway.header_keys.check(key))
 
-    # --- trainers and collectors -----------------------------------------------------------------
+    # --- admin ---
 
     async def _control(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         if path == "/health":
@@ -256,7 +256,7 @@ class GatewayApp:
 
 async def _decode(dialect: Dialect, raw: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
     if len(raw.body) > LARGE:
-        # What a session remembers belongs to the event loop.
+        # The session's message cache belongs to the event loop.
         request, options = await asyncio.to_thread(dialect.decode, structs.replace(raw, memo=None))
     else:
         request, options = dialect.decode(raw)
@@ -272,7 +272,7 @@ async def _decode(dialect: Dialect, raw: RawRequest) -> tuple[ModelRequest, Resp
 
 
 def _out_of_scope(grant: Grant, needs: KeyScope, owner: str) -> ApiError:
-    log.warning("%s: a key without the scope %s was used for it", owner, needs)
+    log.warning("%s: key lacks scope=%s", owner, needs)
     return forbidden(f"this key may not {needs}", f"its scopes are: {', '.join(sorted(grant.scopes))}")
 
 
@@ -285,9 +285,9 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def without_path_key(scope: Scope) -> Scope:
-    """A request to `/k/KEY/...` as it would be with the key in a header: a path is logged, a key is not."""
+    """Moves the key of a `/k/KEY/...` path into a header, so that logs of the path do not show it."""
     key, rest = path_key(scope["path"]) or ("", "")
-    key = key if key.startswith((PREFIX, HEADER_PREFIX)) else ""  # the admin key is taken from no path
+    key = key if key.startswith((PREFIX, HEADER_PREFIX)) else ""  # the admin key is not accepted in a path
     other_headers = [(name, value) for name, value in scope["headers"] if name not in KEY_HEADERS]
     other_headers.append((b"authorization", f"Bearer {key}".encode()))
     session_id = session_of("", scope, key)
@@ -296,7 +296,7 @@ def without_path_key(scope: Scope) -> Scope:
 
 
 def split_path(path: str) -> tuple[str | None, str]:
-    """The session a path names, and the rest with exactly one version before a dialect's route."""
+    """Splits a path into session id and route, with exactly one version prefix."""
     session_id = None
     if path.startswith("/s/"):
         session_id, slash, rest = path[3:].partition("/")

@@ -1,19 +1,15 @@
-"""What has been sampled so far in one call: folded chunk by chunk, before anything is shown."""
+"""Accumulates the sampled tokens, log-probabilities and versions of one call."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 
-from msgspec import structs
-
 from afield.chat import Event, TextDelta
 from afield.errors import Unavailable
 from afield.interfaces import Chunk
 from afield.interfaces.engine import TopLogprobs
 from afield.types import FinishReason, VersionSpan, check_cover
-
-CERTAIN = -5e-324
 
 
 class CallAccumulator:
@@ -26,8 +22,8 @@ class CallAccumulator:
         self.finish: FinishReason | None = None
         self._spans: list[tuple[int, int, int, int]] = []
 
-    def fold(self, chunk: Chunk, now: float) -> Chunk:
-        """Gives the chunk as it is recorded."""
+    def fold(self, chunk: Chunk, now: float) -> None:
+        """Adds a chunk; raises Unavailable if it is inconsistent."""
         if len(chunk.token_ids) != len(chunk.logprobs):
             raise Unavailable(f"the engine gave {len(chunk.token_ids)} ids, {len(chunk.logprobs)} logprobs")
         if chunk.top_logprobs or chunk.prompt_logprobs is not None:
@@ -46,14 +42,11 @@ class CallAccumulator:
                 self.first_token = now
             start = len(self.ids)
             self.ids.extend(chunk.token_ids)
-            if 0.0 in chunk.logprobs:
-                chunk = structs.replace(chunk, logprobs=tuple(map(_marked, chunk.logprobs)))
             self.logprobs.extend(chunk.logprobs)
             self._span(start, len(self.ids), chunk.low, chunk.high)
         self.finish = chunk.finish
         if chunk.versions is not None:
             self._spans = [(s.start, s.end, s.low, s.high) for s in chunk.versions]
-        return chunk
 
     def _score(self, chunk: Chunk) -> None:
         if chunk.top_logprobs and (places := len(chunk.top_logprobs)) != len(chunk.token_ids):
@@ -65,7 +58,7 @@ class CallAccumulator:
             self.prompt_tops = chunk.prompt_logprobs
 
     def trim(self, count: int) -> None:
-        """Forget the last so many ids."""
+        """Drops the last `count` tokens."""
         if count < 1:
             return
         end = len(self.ids) - count
@@ -82,23 +75,18 @@ class CallAccumulator:
         return tuple(VersionSpan(*span) for span in self._spans)
 
 
-def _marked(logprob: float) -> float:
-    """Nought means "not sampled" to whoever trains, so a token that was certain is a hair less so."""
-    return logprob or CERTAIN
-
-
 class TextPositions:
-    """Tells which tokens are text of the reply, rather than reasoning, calls or markers."""
+    """Positions of the sampled tokens that are text of the reply, not reasoning, calls or markers."""
 
     def __init__(self, size: Callable[[int], int]) -> None:
-        """`size` is how many bytes of text a token stands for."""
+        """`size` returns the number of text bytes of a token."""
         self._size = size
         self._open: list[tuple[int, int]] = []
         self._fed = 0
         self.all: list[int] = []
 
     def feed(self, token: int, events: Sequence[Event]) -> tuple[int, ...]:
-        """The places of the tokens whose text these events tell, after one more token."""
+        """Adds a token and returns the positions of the tokens whose text `events` contain."""
         self._open.append((self._fed, self._size(token)))
         self._fed += 1
         return self.tell(events)

@@ -1,11 +1,4 @@
-"""One model call, from a decoded request to a durable turn.
-
-The order is the promise: the intent is durable before the engine is asked; every chunk is folded into
-the turn before anything of it is emitted; `CallFinished` is emitted only when the turn is durable. A call
-that
-ends any other way (the client left, the session was aborted, the engine broke) leaves its partial as
-an aborted turn. Non-streaming callers fold the same items.
-"""
+"""Runs one model call: from a decoded request to a durable turn."""
 
 from __future__ import annotations
 
@@ -46,9 +39,9 @@ from afield.turn_tree import extend_digest
 from afield.types import Constraint, FinishReason, Message, Sampling, ToolCall, Turn, TurnStatus
 
 log = logging.getLogger("afield.gateway")
-MALFORMED = "malformed-call"  # tag of a turn with a call that could not be read and stayed text
-RULE = "render:"  # tag of a turn whose new messages were changed by a rule to suit the chat template
-LAST = 1 << 62  # calls that never ended sort behind those that did
+MALFORMED = "malformed-call"  # tag of a turn with a tool call that cannot be parsed and stays text
+RULE = "render:"  # prefix of the tag for a message rule that the chat template needed
+LAST = 1 << 62  # sequence number of unfinished calls, which sort last
 LEAVING_S = 5.0
 
 
@@ -74,7 +67,7 @@ class Calls:
         self._image_checker = Checker()
 
     async def run(self, session: Session, request: ModelRequest) -> AsyncGenerator[Item]:
-        """Started, then Pieces, then Done. Close it early to abandon the call."""
+        """Yields `CallStarted`, `CallDelta`s, then `CallFinished`. Closing it early abandons the call."""
         session.check_open(self._clock())
         self._check(session, request)
         if request.top_logprobs or request.prompt_logprobs is not None:
@@ -96,7 +89,7 @@ class Calls:
             for item in items:
                 yield item
             return
-        if prompt.parent is not None:  # a client that goes on from a turn did get it
+        if prompt.parent is not None:  # continuing a turn proves its delivery
             await self._sessions.redeliver(session, prompt.parent)
         granted_tokens = await session.reserve(limit, self._clock)
         n = session.charge(self._clock())
@@ -107,7 +100,7 @@ class Calls:
                     yield item
 
     async def count(self, session: Session, request: ModelRequest) -> int:
-        """How many tokens the prompt of a request has. Nothing is recorded."""
+        """Counts the prompt tokens of a request without recording it."""
         self._check(session, request)
         tokenizer, request = await self._tokenizer_for(session, request)
         prompt = await prompts.build_limited_prompt(session, tokenizer, request, self._info.max_context)
@@ -123,7 +116,7 @@ class Calls:
     async def _tokenizer_for(
         self, session: Session, request: ModelRequest
     ) -> tuple[ChatTokenizer, ModelRequest]:
-        """The tokens with the session's policies and the thinking that the request asks for."""
+        """Returns the tokenizer with the session's policies and the requested reasoning."""
         tokenizer, spec = self._tokenizer, session.row.spec
         if request.reasoning is not NO_REASONING:
             ignore = spec.unsupported == "ignore"
@@ -138,7 +131,7 @@ class Calls:
     async def _constrain(
         self, session: Session, tokenizer: ChatTokenizer, request: ModelRequest, fields: Sequence[str]
     ) -> tuple[ModelRequest, Constraint | None]:
-        """The constraint of the reply; or the request without it, where the session says so."""
+        """Builds the reply's constraint, or drops it where the session's policy says so."""
         names = [request.names.get(field, field) for field in fields]
         spec = session.row.spec
         if spec.constrained_turns == "ignore":
@@ -168,7 +161,9 @@ class Calls:
             )
 
     def _with_logprobs(self, session: Session, request: ModelRequest) -> ModelRequest:
-        """The request with what the engine can tell; one that asks for more is refused, or goes without."""
+        """Limits requested log-probabilities to those of the engine; raises 400 unless the session ignores
+        it.
+        """
         info, ignore = self._info, session.row.spec.unsupported == "ignore"
         name = request.names.get("prompt_logprobs", "prompt_logprobs")
         if request.prompt_logprobs is not None and not info.prompt_logprobs:
@@ -191,7 +186,7 @@ class Calls:
         return profile.tool_format is not None
 
     def _unsupported(self, session: Session) -> ApiError:
-        """Nothing of this request's own: whatever else the agent asks with tools is refused alike."""
+        """The error for requests with tools; it applies to every such request of the session."""
         error = ApiError(
             400,
             "unsupported_by_model",
@@ -202,7 +197,7 @@ class Calls:
         session.unsupported = error.text
         return error
 
-    # --- asked again -----------------------------------------------------------------------------
+    # --- repeated requests ---
 
     async def _repeat_answer(
         self,
@@ -213,7 +208,10 @@ class Calls:
         limit: int,
         constraint: Constraint | None,
     ) -> list[Item]:
-        """The answer that a client missed, or names by its idempotency key: nothing new is sampled for it."""
+        """Returns the recorded answer to a repeated request, or an empty list.
+
+        A request repeats an undelivered answer, or names an earlier request by its idempotency key.
+        """
         key = request.idempotency_key
         if running_call := session.keyed_calls.get(key):
             await asyncio.wait([running_call])
@@ -231,7 +229,7 @@ class Calls:
             undelivered = await self._sessions.redeliver(session, turn.id)
             if undelivered or key or turn.id in session.maybe_undelivered:
                 session.maybe_undelivered.discard(turn.id)
-                log.info("session %s: turn %s goes to a client that asks again", session.id, turn.id)
+                log.info("session %s turn %s: recorded answer repeated", session.id, turn.id)
                 self._metrics.retries += 1
                 started = CallStarted(
                     session.id,
@@ -254,7 +252,7 @@ class Calls:
         parser: ReplyParser,
         stops: StopStrings,
     ) -> list[CallDelta]:
-        """A turn as one chunk."""
+        """Replays a turn as one chunk."""
         chunk = Chunk(
             token_ids=turn.token_ids,
             logprobs=turn.logprobs,
@@ -265,11 +263,11 @@ class Calls:
             prompt_logprobs=scores.prompt if scores else None,
         )
         partial = CallAccumulator()
-        chunk = partial.fold(chunk, turn.started)
+        partial.fold(chunk, turn.started)
         return self._deltas(chunk, partial, stops, turn.id, _text_positions(request, parser))
 
     def _scores_again(self, session: Session, request: ModelRequest, turn: Turn) -> Scores | None:
-        """What was told with a turn, if this request asks for no more."""
+        """Returns the scores of a turn if they cover this request."""
         scores = session.rows[int(turn.id[1:])].scores
         requested = (request.top_logprobs, request.prompt_logprobs, request.by_token)
         return scores if scores and scores.answers(*requested) else None
@@ -281,16 +279,15 @@ class Calls:
         if request.prompt is not None:
             parser = tokenizer.plain_parser(verbatim=verbatim)
         else:
-            # Calls are shown when they are closed: a client never sees one that turns out malformed.
+            # Calls are emitted when complete, so that clients never see a malformed one.
             tools = request.tools if request.may_call else ()
             parser = tokenizer.parser(tools=tools, hold_calls=True, verbatim=verbatim)
         return parser, StopStrings(request.stop, parser)
 
-    # --- prompts that are scored and not answered ------------------------------------------------
+    # --- scored prompts ---
 
     async def _score(self, session: Session, request: ModelRequest, prompt: prompts.Prompt) -> list[Item]:
-        """The log-probabilities of a prompt. It takes a call from the budget and leaves no turn: there is
-        nothing that anybody sampled, but for the one token that engines want to be asked for."""
+        """Scores a prompt. Takes one call from the budget and records no turn."""
         n = session.charge(self._clock())
         intent = self._intent(session, request, prompt, 1, n)
         scored = None
@@ -312,7 +309,7 @@ class Calls:
         delta = CallDelta((), (), [], prompt_logprobs=scored)
         return [started, delta, CallFinished(turn, reply, len(prompt.prompt_ids), scores=scores)]
 
-    # --- sampling --------------------------------------------------------------------------------
+    # --- sampling ---
 
     async def _sample(
         self,
@@ -325,7 +322,7 @@ class Calls:
         n: int,
         constraint: Constraint | None,
     ) -> AsyncGenerator[Item]:
-        """`limit` is how many tokens were asked for, `n` the number of the call."""
+        """`limit` is the number of requested tokens, `n` the number of the call."""
         intent = self._intent(session, request, prompt, limit, n, constraint)
         partial = CallAccumulator()
         parser, stops = self._parsers(tokenizer, request, constraint)
@@ -344,9 +341,9 @@ class Calls:
             yield CallStarted(
                 session.id, intent.id, prompt.prompt_ids, intent.started, sampling=intent.sampling
             )
-            async for chunk_in in chunks:
+            async for chunk in chunks:
                 now, sampled_before = self._clock(), len(partial.ids)
-                chunk = partial.fold(chunk_in, now)
+                partial.fold(chunk, now)
                 if chunk.prompt_ids is not None:
                     intent = self._expanded(session, intent, chunk.prompt_ids)
                     prompt_tokens = len(chunk.prompt_ids)
@@ -361,7 +358,7 @@ class Calls:
                 reply_tags = (MALFORMED,) if parser.malformed else ()
                 session.check_unsealed()
                 turn = self._ended(intent, partial, TurnStatus.COMMITTED, reply, reply_tags)
-                # From here on, whatever comes, the commit is carried through.
+                # From here on the commit completes, even if the client disconnects.
                 scores = _scores(request, partial, positions)
                 await self._commit(session, request, prompt, turn, n, scores)
                 thought = await _count_reasoning(tokenizer, turn, reply)
@@ -380,7 +377,7 @@ class Calls:
         except Unavailable as error:
             failure_tags = (ENGINE_FAILED,)
             session.charged -= 1
-            log.error("session %s turn %s: %s", session.id, intent.id, error)
+            log.error("session %s turn %s: engine failed error=%s", session.id, intent.id, error)
             raise engine_down(str(error)) from error
         finally:
             partial.finish = partial.finish if turn else FinishReason.ABORTED
@@ -398,7 +395,7 @@ class Calls:
                 self._metrics.call_ended(final_turn, prompt_tokens)
 
     async def _store_shared_text(self, session: Session, request: ModelRequest) -> None:
-        """What the turn refers to, once for the session."""
+        """Stores text that several turns of the session share, once."""
         if request.shared_text is not None and request.shared_text[0] not in session.texts:
             await self._store.put_text(session.id, *request.shared_text)
             session.texts.add(request.shared_text[0])
@@ -406,15 +403,20 @@ class Calls:
     async def _abandon(
         self, session: Session, request: ModelRequest, turn: Turn, chunks: AsyncGenerator[Chunk], n: int
     ) -> None:
-        """Leave the engine, and keep what it gave."""
+        """Leaves the engine and records what was sampled as an aborted turn."""
         try:
             async with asyncio.timeout(LEAVING_S):
                 await chunks.aclose()
         except TimeoutError:
-            log.error("session %s turn %s: the engine does not let go of it", session.id, turn.id)
+            log.error("session %s turn %s: engine did not release the call", session.id, turn.id)
         if session.sealed:
             tokens = len(turn.token_ids)
-            log.error("session %s turn %s: %d tokens come after its record", session.id, turn.id, tokens)
+            log.error(
+                "session %s turn %s: sampled after the record was taken tokens=%d",
+                session.id,
+                turn.id,
+                tokens,
+            )
             return
         try:
             await self._record(session, request, turn, n)
@@ -422,7 +424,7 @@ class Calls:
             raise engine_down(str(error)) from error
 
     def _expanded(self, session: Session, intent: Turn, prompt_ids: tuple[int, ...]) -> Turn:
-        """The prompt as the engine made it of ours, images expanded: that is what is recorded."""
+        """Records the prompt as the engine expanded it (images)."""
         parent_ids = session.tree.ids(intent.parent) if intent.parent else ()
         if prompt_ids[: len(parent_ids)] != parent_ids:
             raise Unavailable("the engine expanded an earlier image in another way than before")
@@ -440,7 +442,7 @@ class Calls:
         turn_id: str,
         positions: TextPositions | None,
     ) -> list[CallDelta]:
-        """A chunk, or its tokens one by one, each with the places of the tokens whose text it tells."""
+        """Converts a chunk into one delta, or into one per token with the text positions."""
         if positions is None:
             return [self._delta(chunk, partial, stops, turn_id)]
         deltas: list[CallDelta] = []
@@ -462,7 +464,7 @@ class Calls:
         return deltas
 
     def _delta(self, chunk: Chunk, partial: CallAccumulator, stops: StopStrings, turn_id: str) -> CallDelta:
-        """What a chunk tells. What was sampled after a stop string is not recorded."""
+        """Converts a chunk into a delta, and drops tokens after a stop string."""
         kept_count, events = stops.feed(chunk.token_ids)
         if chunk.finish or stops.hit:
             events += stops.finish()
@@ -479,7 +481,7 @@ class Calls:
         return delta
 
     async def _take_images(self, session: Session, request: ModelRequest) -> None:
-        """Keep those that are new to the session, decoded once; refuse what is no image."""
+        """Checks and stores the images that are new to the session."""
         new = [image for digest, image in request.images.items() if digest not in session.images]
         if new:
             new = await self._image_checker.check(new, request.image_places)
@@ -487,14 +489,14 @@ class Calls:
             session.images.update(image.digest for image in new)
 
     def _images(self, session: Session, prompt: prompts.Prompt) -> tuple[Image, ...]:
-        """All images of the conversation, in the order of their places in the prompt."""
+        """Returns all images of the conversation in prompt order."""
         path = session.tree.path(prompt.parent) if prompt.parent else []
         messages = [m for turn in path for m in turn.messages] + list(prompt.new)
         digests = [image.digest for message in messages for image in message.images]
         return tuple(self._store.image(session.id, digest) for digest in digests)
 
     def _image_places(self, session: Session, prompt: prompts.Prompt) -> tuple[int, ...]:
-        """Where the prompt has a placeholder that nobody sampled."""
+        """Returns the positions of image placeholders that were not sampled."""
         ids, spans = prompt.sent_ids or prompt.prompt_ids, []
         if prompt.parent:
             spans = session.tree.sampled(prompt.parent)
@@ -521,13 +523,13 @@ class Calls:
             sampling=sampling,
             max_tokens=max_tokens,
             stop_ids=self._tokenizer.stop_ids,
-            # An engine that ends at a stop string outside of the text would have to go on in mid-grammar.
+            # With a constraint, the engine could not continue after a stop string outside the text.
             stop=() if constraint is not None else tuple(stop for stop in request.stop if stop),
             stream=request.stream or bool(request.stop),
             base_ids=prompt.base_ids,
             images=images,
             image_places=self._image_places(session, prompt) if images else (),
-            # A call that a gateway died under is asked again, and is not to be drawn anew.
+            # A retried call after a gateway crash draws the same sample.
             draw=f"{spec.draw or session.id}/t{n - session.dangling}",
             top_logprobs=request.top_logprobs,
             prompt_logprobs=request.prompt_logprobs,
@@ -595,7 +597,7 @@ class Calls:
         await self._write(session, row, session.record)
 
     async def _write(self, session: Session, row: TurnRow, then: Callable[[TurnRow], None]) -> None:
-        """Whatever comes while it is being written, what is stored and what is in memory agree."""
+        """Writes a row; memory and store agree even if the caller is cancelled."""
         with session.writing():
             writing = asyncio.ensure_future(self._store.put_turn(session.id, row))
             try:
@@ -626,10 +628,10 @@ class Calls:
             ended=self._clock(),
         )
 
-    # --- ids -------------------------------------------------------------------------------------
+    # --- tool-call ids ---
 
     def _with_ids(self, reply: Message, turn_id: str) -> Message:
-        """Calls get the ids we hand out, unless the model spelled their own."""
+        """Assigns ids to the tool calls for which the model sampled none."""
         if not reply.tool_calls:
             return reply
         calls = enumerate(reply.tool_calls)
@@ -656,10 +658,10 @@ def _repeatable(
     key: str,
     requested: tuple[str | None, tuple[int, ...], int, Constraint | None],
 ) -> bool:
-    """Whether a turn may be given to a client that asks the same again.
+    """Returns whether a turn may answer a repeated request.
 
-    An idempotency key says which try of a request this is. Without one, only that an answer was missed says
-    that it may be: a retry must not get the answer of another request that asked the same.
+    With an idempotency key the key decides. Without one, only an undelivered answer is repeated, so that
+    a new request never gets the answer of an equal one.
     """
     if turn.status is not TurnStatus.COMMITTED or session.key_of(turn.id) != key:
         return False
@@ -697,7 +699,7 @@ def _scores(
 
 
 async def _count_reasoning(tokenizer: ChatTokenizer, turn: Turn, reply: Message) -> int:
-    """Counted id by id, and only where something was thought."""
+    """Counts the reasoning tokens of a reply."""
     if not reply.reasoning:
         return 0
     parser = tokenizer.parser(tools=())

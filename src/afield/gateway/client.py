@@ -1,8 +1,7 @@
-"""The Gateway seam over HTTP: what a collector in another process or on another machine uses.
+"""HTTP client of the gateway's admin API (`interfaces.Gateway`).
 
-Every verb may be repeated, so a connection that breaks is tried again within `unavailable_timeout_s`; after
-that
-the error is Unavailable and names the gateway.
+All operations are idempotent: connection errors and 5xx are retried for `unavailable_timeout_s`, then
+raise Unavailable.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from afield.wire import Submission
 T = TypeVar("T")
 TIMEOUT_S = 120.0
 HEALTH_S = 10.0
-MANY = 5_000  # states that one request may ask for
-PAGE = 1_000  # sessions that one request lists
-LOADING_S = 1800.0  # weights may be large
+MANY = 5_000  # session states per request
+PAGE = 1_000  # sessions per page
+LOADING_S = 1800.0  # large weights take long to load
 
 
 class _States(Struct):
@@ -46,7 +45,11 @@ class _Health(Struct):
 
 
 class HttpGateway:
-    """With `delivers`, agents hand their outcomes to it: one that passes none on is refused at once."""
+    """Implements `interfaces.Gateway` over HTTP.
+
+    With `delivers`, agents send their outcomes to the gateway; entering fails if it does not forward
+    them.
+    """
 
     def __init__(
         self, url: str, admin_key: str, *, unavailable_timeout_s: float = 10.0, delivers: bool = False
@@ -57,7 +60,7 @@ class HttpGateway:
         self._delivers = delivers
 
     async def __aenter__(self) -> Self:
-        # A keepalive below the server's own, so that a connection is never used while it is being closed.
+        # Below the server's keepalive, so that no request uses a connection that is being closed.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3)
         self._http = aiohttp.ClientSession(
             connector=connector,
@@ -76,15 +79,15 @@ class HttpGateway:
         await self._http.close()
 
     async def _passes_on(self) -> bool:
-        """True if it cannot be known: that it does not answer is told by whoever asks it something."""
+        """Returns True if the gateway does not answer: the next request raises the error."""
         return (await self._health()).outcomes
 
     async def context(self) -> int | None:
-        """How many tokens its engines take; None if that cannot be known."""
+        """Returns the context length of the engines in tokens; None if unknown."""
         return (await self._health()).context
 
     async def engine_dtype(self) -> str:
-        """In which its engines hold their weights; empty if that cannot be known."""
+        """Returns the dtype of the engines' weights; empty if unknown."""
         return (await self._health()).dtype
 
     async def _health(self) -> _Health:
@@ -99,15 +102,15 @@ class HttpGateway:
         return await self._ask("POST", "/sessions", SessionCredentials, spec)
 
     async def create_key(self, spec: HeaderKeySpec) -> HeaderKeyCredentials:
-        """A key that opens a session for each value of a header. The same id and spec give the same key."""
+        """Creates a header key, which opens a session per header value. Idempotent per id and spec."""
         return await self._ask("POST", "/keys", HeaderKeyCredentials, spec)
 
     async def delete_key(self, key_id: str) -> None:
-        """Its requests are refused from now on, and its open sessions completed. Repeating is harmless."""
+        """Deletes a header key and completes its open sessions. Idempotent."""
         await self._ask("DELETE", f"/keys/{key_id}", dict[str, Any])
 
     async def sessions(self, *, key_id: str = "", phase: str = "") -> list[SessionState]:
-        """All sessions by id, in a phase if given; with `key_id` those of a header key."""
+        """Lists sessions by id, filtered by header key and phase."""
         listed: list[SessionState] = []
         while True:
             params = {"limit": PAGE, "after": listed[-1].id if listed else "", "key": key_id, "phase": phase}

@@ -1,12 +1,4 @@
-"""What a request holds its reply to, as a constraint for the engine.
-
-1. `wanted` names what needs one: structured output, tool choice, one call at most. A budget for reasoning
-   is part of it.
-2. `constraint` writes the grammar in the model's own format. Schemas that cannot be enforced are refused by
-   the name of their keyword.
-
-Work for it is done only for requests that ask; grammars of the last requests are kept.
-"""
+"""Grammar constraints for structured output, tool choice and parallel calls."""
 
 from __future__ import annotations
 
@@ -28,7 +20,7 @@ MAX_TEXT = 1 << 17
 
 
 def wanted(request: ModelRequest) -> list[str]:
-    """The fields of a request that its reply has to be held to; mostly none."""
+    """Returns the fields of a request that constrain the reply; usually none."""
     fields: list[str] = []
     if request.output is not None:
         fields.append("output")
@@ -40,7 +32,7 @@ def wanted(request: ModelRequest) -> list[str]:
 
 
 def without(request: ModelRequest, tags: Sequence[str]) -> ModelRequest:
-    """The request as if it had asked for nothing of that."""
+    """Returns the request without its constraints."""
     return msgspec.structs.replace(
         request,
         output=None,
@@ -52,7 +44,7 @@ def without(request: ModelRequest, tags: Sequence[str]) -> ModelRequest:
 
 
 def with_budget(request: ModelRequest) -> ModelRequest:
-    """A budget for reasoning, which is the trainer's business elsewhere, is kept under a constraint."""
+    """Drops the tag of an overridden reasoning budget: the constraint enforces it."""
     tag = f"overridden:{request.names.get('budget')}"
     if request.reasoning.budget is None or tag not in request.tags:
         return request
@@ -60,12 +52,12 @@ def with_budget(request: ModelRequest) -> ModelRequest:
 
 
 def size(request: ModelRequest) -> int:
-    """About how much there is to read, in characters."""
+    """Returns the approximate number of characters to compile."""
     return (len(request.output.text) if request.output else 0) + len(_tools_key(request.tools))
 
 
 def excluded(turns: Iterable[Turn]) -> dict[str, str]:
-    """The turns that were sampled under a constraint, and the reason for which a session may exclude them."""
+    """Returns the turns sampled with a constraint, and the exclusion reason."""
     return {
         turn.id: ExclusionReason.CONSTRAINED
         for turn in turns
@@ -78,7 +70,7 @@ def _may_call(request: ModelRequest) -> bool:
 
 
 def constraint(tokenizer: ChatTokenizer, request: ModelRequest) -> Constraint:
-    """For a request with something `wanted`. ValueError, with the reason, for what cannot be enforced."""
+    """Builds the constraint of a request. Raises ValueError with the reason if it cannot be enforced."""
     grammar = _kept(
         tokenizer,
         request.output,
@@ -122,7 +114,7 @@ def _kept(
     budget: int | None,
 ) -> str:
     form = tokenizer.reply_form()
-    if plain:  # a prompt that the client wrote itself
+    if plain:  # a raw prompt
         form = msgspec.structs.replace(form, reasoning=None, opened=False, harmony=False)
     specs: list[tuple[str, Any]] = msgspec.json.decode(tools) if tools else []
     if forced and not all(name for name, _ in specs):
@@ -140,7 +132,9 @@ def _kept(
 
 
 def call_spec(name: str, schema: Any, *, forced: bool) -> CallSpec:
-    """Arguments of calls that are not forced follow their schema as far as it can be enforced."""
+    """Builds a call's grammar. The arguments of optional calls follow the schema as far as it can be
+    enforced.
+    """
     try:
         return CallSpec(name, _arguments(enforceable(schema or ANY_OBJECT, name="the schema")))
     except ValueError as error:
@@ -152,7 +146,7 @@ def call_spec(name: str, schema: Any, *, forced: bool) -> CallSpec:
 
 
 def _arguments(schema: dict[str, Any]) -> dict[str, Any]:
-    """Arguments are an object, whatever else their schema allows."""
+    """Restricts an arguments schema to objects."""
     if schema.get("type") == "object":
         return schema
     object_schemas = reply_grammar.object_schemas(schema)

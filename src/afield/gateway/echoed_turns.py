@@ -1,11 +1,9 @@
-"""What clients do to our own turns before they send them back, undone (pure).
+"""Recognises sampled replies in the messages that clients send back (pure).
 
-A tool-call id that comes back names its turn. Where it does, and the message is that turn's reply in
-all that matters, the reply itself takes its place: arguments that a client could not parse, text that
-it dropped or moved behind the calls or their results, one turn split into several messages, results in
-another order than the calls. Without ids, `match_replies` knows a reply by the conversation that it
-answered, where its reasoning came back as text. What was really changed stays as it is, and is an edit for
-`lineage` to place.
+A tool-call id names its turn. Where a message equals that turn's reply in content, the sampled reply
+replaces it. That covers unparsable arguments, text that was dropped or moved behind the calls, one turn
+split into several messages, and reordered results. Without ids, `match_replies` matches a reply by its
+conversation. Messages with real edits stay as they are.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from afield.turn_tree import TurnTree, arguments_value, extend_digest
 from afield.types import Message, ToolCall, Turn, TurnStatus
 
 
-def recognised(tree: TurnTree, messages: Sequence[Message]) -> tuple[Message, ...]:
+def recognise_replies(tree: TurnTree, messages: Sequence[Message]) -> tuple[Message, ...]:
     if not any(message.tool_calls for message in messages):
         return tuple(messages)
     out: list[Message] = []
@@ -34,7 +32,7 @@ def recognised(tree: TurnTree, messages: Sequence[Message]) -> tuple[Message, ..
 
 
 def turn_of(tree: TurnTree, message: Message) -> Turn | None:
-    """The one turn all calls of an assistant message belong to."""
+    """Returns the turn to which all calls of an assistant message belong."""
     if message.role != "assistant" or not message.tool_calls:
         return None
     turns = [tree.caller(call.id) for call in message.tool_calls]
@@ -42,7 +40,7 @@ def turn_of(tree: TurnTree, message: Message) -> Turn | None:
 
 
 def _begun(tree: TurnTree, messages: Sequence[Message], start: int) -> Turn | None:
-    """The turn whose text stands in a message of its own, right before the one with its calls."""
+    """Returns the turn whose text is in a separate message before its calls."""
     text, rest = messages[start], messages[start + 1 : start + 2]
     if text.role != "assistant" or text.tool_calls or not rest:
         return None
@@ -52,7 +50,7 @@ def _begun(tree: TurnTree, messages: Sequence[Message], start: int) -> Turn | No
 
 
 def _end_of_turn(tree: TurnTree, turn: Turn, messages: Sequence[Message], start: int) -> int:
-    """Where the messages that carry this turn and its results end."""
+    """Returns the index after the messages of a turn and its results."""
     call_ids = {call.id for call in turn.messages[-1].tool_calls}
     text = messages[start].content.strip()
     end = start + 1
@@ -66,7 +64,7 @@ def _end_of_turn(tree: TurnTree, turn: Turn, messages: Sequence[Message], start:
 
 
 def moved(tree: TurnTree, turn: Turn, message: Message) -> bool:
-    """Whether a message is the text of a turn, behind its calls, and no next turn with the same words."""
+    """Returns whether a message repeats the text of a turn behind its calls, and is not a later turn."""
     text = message.content.strip()
     if message.role != "assistant" or message.tool_calls or not text:
         return False
@@ -113,14 +111,14 @@ def _same_call(sampled: ToolCall, echoed: ToolCall) -> bool:
     if sampled.name != echoed.name:
         return False
     sampled_value, echoed_value = arguments_value(sampled.arguments), arguments_value(echoed.arguments)
-    # Arguments that are no JSON object come back as whatever the client made of them.
+    # Clients change arguments that are not a JSON object.
     return sampled_value == echoed_value or not sampled.arguments.lstrip().startswith("{")
 
 
 def match_replies(
     tree: TurnTree, start: str, messages: Sequence[Message]
 ) -> tuple[tuple[Message, ...], list[str]]:
-    """The messages, with a reply in the place of one that tells its reasoning as text; and their digests."""
+    """Replaces messages that contain reasoning as text by their replies, and returns the digests."""
     out: list[Message] = []
     digests: list[str] = []
     for message in messages:
@@ -148,5 +146,5 @@ def _thinking_aloud(tree: TurnTree, request_digest: str, message: Message) -> Me
 
 
 def _aloud(reply: Message) -> str:
-    """Reasoning and text, without blanks: what stands between them is the client's."""
+    """Returns reasoning and text without whitespace."""
     return "".join(f"{reply.reasoning} {reply.content}".split())

@@ -1,10 +1,8 @@
-"""Several workers as one engine: sticky, balanced, watched; calls survive the worker they run on.
+"""Engine pool: sticky sessions, load balancing, failover, pause and resume.
 
-A session stays on its worker while that is healthy; a new one goes where least is in flight. When a worker
-breaks, its calls go on elsewhere from where they were, and the consumer only sees more chunks. A call fails
-with Unavailable when it broke `tries` times, or nobody could take it for `unavailable_timeout_s`; both
-messages say
-what was tried. `pause` closes the gate for new calls; those in flight are kept, drained, or cut and resumed.
+A session stays on its worker while that is ready; a new one goes to the worker with the fewest calls.
+When a worker fails, its calls continue on another one. A call raises Unavailable after `tries` failures,
+or when no worker is ready for `unavailable_timeout_s`.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ async def ask_info(engine: Engine) -> EngineInfo:
 
 
 class EnginePool:
-    """`waiting` calls stand at the gate or look for a worker; `failovers` counts pieces that broke off."""
+    """Several engines as one `interfaces.Engine`."""
 
     def __init__(
         self,
@@ -48,9 +46,9 @@ class EnginePool:
         drain_s: float = 600.0,
         start_timeout_s: float = 0.0,
     ) -> None:
-        """`connect` makes an engine of a kind and a url; `check` says whether one is fit to be used.
+        """`connect` creates an engine from kind and URL; `check` returns its facts or raises.
 
-        For `start_timeout_s` it is waited at the start for the first worker that answers.
+        `start_timeout_s` is the time to wait for the first worker at start.
         """
         self._registry = WorkerRegistry(workers, check)
         self._connect = connect
@@ -58,7 +56,7 @@ class EnginePool:
         self._start_timeout_s = start_timeout_s
         self._session_workers: OrderedDict[str, EngineWorker] = OrderedDict()
         self._open = asyncio.Event()
-        self._watched = 0  # how many wait for calls to end
+        self._watched = 0  # callers that wait for calls to end
         self.waiting = 0
         self.failovers = 0
         self.queue_time = QueueTime()
@@ -75,10 +73,10 @@ class EnginePool:
         await self._registry.stop()
         self._open.set()
 
-    # --- what it is -------------------------------------------------------------------------------
+    # --- state ---
 
     async def info(self) -> EngineInfo:
-        """What holds for every worker that is there or may come back."""
+        """Returns the facts that hold for all workers."""
         self._check_running()
         entries = [(worker.id, worker.facts) for worker in self._workers if worker.facts is not None]
         if not entries:
@@ -130,7 +128,7 @@ class EnginePool:
         if not self._registry.running:
             raise Unavailable(CLOSED)
 
-    # --- calls ------------------------------------------------------------------------------------
+    # --- calls ---
 
     async def generate(self, call: GenerateRequest) -> AsyncGenerator[Chunk]:
         running = ResumableCall(call)
@@ -141,7 +139,7 @@ class EnginePool:
                     yield last_chunk
                     return
                 running.start_on(worker.engine)
-                if call.stream:  # until its first token
+                if call.stream:  # queued until its first token
                     self.queue_time.enter(call.session_id, running)
                 first = True
                 while (chunk := await self._step(worker, running)) is not None:
@@ -166,7 +164,7 @@ class EnginePool:
         return min(worker.facts.max_context for worker in self._workers if worker.facts is not None)
 
     async def _step(self, worker: EngineWorker, running: ResumableCall) -> Chunk | None:
-        """The next chunk, or None when this piece is over and the call is not."""
+        """Returns the next chunk; None when this worker stopped before the call was complete."""
         while True:
             try:
                 chunk = await running.next()
@@ -181,7 +179,7 @@ class EnginePool:
                 self._count(running, f"{worker.id} cannot go on with it: {error}")
                 return None
             if chunk is None:
-                if running.aborted:  # counted after its last tokens were handed on
+                if running.aborted:  # counted after its last tokens are yielded
                     self._count(running, f"{worker.id} aborted it")
                 return None
             if (folded := running.fold(chunk)) is not None:
@@ -192,10 +190,10 @@ class EnginePool:
         if len(running.failures) >= self._tries:
             raise Unavailable(f"given up after {self._tries} tries: {'; '.join(running.failures)}")
         self.failovers += 1
-        log.warning("a call goes on after %d tokens; %s", running.sampled, reason)
+        log.warning("pool: call continues on another worker tokens=%d reason=%s", running.sampled, reason)
 
     async def _place(self, call: GenerateRequest, running: ResumableCall) -> EngineWorker:
-        """A worker that is up, reserved: the choice and the reservation are one step."""
+        """Selects a ready worker and reserves it in one step."""
         self._check_running()
         if not self._open.is_set() or self._choice(call) is None:
             self.waiting += 1
@@ -249,16 +247,16 @@ class EnginePool:
             evicted.sessions -= 1
 
     def forget(self, session_id: str) -> None:
-        """The session is over and needs no worker."""
+        """Forgets the worker of a closed session."""
         self.queue_time.forget(session_id)
         home = self._session_workers.pop(session_id, None)
         if home is not None:
             home.sessions -= 1
 
-    # --- membership and weights -------------------------------------------------------------------
+    # --- membership and weights ---
 
     async def add(self, kind: str, url: str) -> WorkerInfo:
-        """Take in a worker that is fit and has the weights. The same url again is the same worker."""
+        """Adds a worker after checking it and loading the weights. Idempotent per URL."""
         self._check_running()
         if self._connect is None:
             raise UsageError("this gateway takes no workers at run time")
@@ -267,7 +265,7 @@ class EnginePool:
         return (existing or await self._registry.add(kind, url, self._connect(kind, url))).info
 
     async def remove(self, id: str) -> None:
-        """Its calls in flight go on elsewhere."""
+        """Removes a worker. Its calls continue on others."""
         worker = self._registry.named(id)
         worker.health = WorkerHealth.LEAVING
         await self._interrupt(worker)
@@ -275,17 +273,17 @@ class EnginePool:
         await self._registry.drop(worker)
 
     async def load(self, version: int, path: str) -> None:
-        """See `Roster.load`. Calls in flight go on, with the new weights or (adapters) with their own."""
+        """See `WorkerRegistry.load`. Running calls continue with the new weights or their own adapter."""
         self._check_running()
         await self._registry.load(version, path)
 
-    # --- pauses -----------------------------------------------------------------------------------
+    # --- pause and resume ---
 
     async def pause(self, in_flight: InFlight = "keep") -> None:
-        """No call is started until `resume`; repeating is harmless.
+        """Starts no calls until `resume`. Idempotent.
 
-        keep: calls in flight freeze on engines that can, and go on on the others. drain: returns when they
-        have ended. resume: they are cut now, and go on from where they were after `resume`.
+        keep: running calls freeze on engines that can pause, and continue on others. drain: waits until
+        they end. resume: interrupts them, and continues them after `resume`.
         """
         self._check_running()
         self._open.clear()
@@ -322,7 +320,7 @@ class EnginePool:
             for running in worker.running_calls:
                 self.queue_time.enter(running.session_id, running)
         except UsageError as error:
-            log.warning("worker %s goes on while paused: %s", worker.id, error)
+            log.warning("worker %s: cannot pause error=%s", worker.id, error)
         except Unavailable as error:
             self._registry.mark_unhealthy(worker, f"it did not pause: {error}")
 
@@ -343,7 +341,7 @@ class EnginePool:
 
 
 def common_dtype(names: Sequence[str]) -> str:
-    """What all workers can hold exactly: bfloat16 fits into the others. Empty if one does not say."""
+    """Returns the dtype that all workers represent exactly; empty if one is unknown."""
     if "" in names:
         return ""
     return names[0] if len(set(names)) == 1 else "bfloat16" if "bfloat16" in names else "float16"

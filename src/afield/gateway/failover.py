@@ -1,8 +1,7 @@
-"""One call on its way through several workers: what was sampled so far, and what is left to ask for.
+"""A call that continues on another worker after an interruption.
 
-The pieces join without a seam: the next worker is given the prompt and everything sampled, with the rest
-of the token budget. What it continues is exactly what the consumer has seen. A seeded call that moves cannot
-give what it would have given undisturbed: the next worker's generator starts anew.
+The next worker gets the prompt, all sampled tokens and the rest of the token budget. A seed does not
+survive the move: the next worker's generator starts from the beginning.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ class ResumableCall:
         self._call = call
         self._ids: list[int] = []
         self._spans: list[VersionSpan] = []
-        self._base = 0  # where the present worker's tokens begin
+        self._base = 0  # index of the present worker's first token
         self._refined = False
         self._chunks: AsyncGenerator[Chunk] | None = None
-        self._waiting: asyncio.Task[Any] | None = None  # who waits for the engine right now
+        self._waiting: asyncio.Task[Any] | None = None  # task that waits for the engine
         self._leaving: asyncio.Task[None] | None = None
         self._cut = False
-        self.aborted = False  # the present worker gave the call up
-        self.started_at = math.inf  # when the present worker was asked, by the monotonic clock
+        self.aborted = False  # the present worker aborted the call
+        self.started_at = math.inf  # monotonic time of the request to the present worker
         self.failures: list[str] = []
 
     @property
@@ -66,11 +65,11 @@ class ResumableCall:
 
     @property
     def silent(self) -> bool:
-        """Whether the present worker was asked and has given nothing yet."""
+        """Whether the present worker has returned nothing yet."""
         return self.started_at < math.inf and len(self._ids) == self._base
 
     def start_on(self, engine: Engine) -> None:
-        """Ask this engine for what is left."""
+        """Requests the rest of the call from an engine."""
         self.started_at = time.monotonic()
         self._base = len(self._ids)
         self._cut = self.aborted = False
@@ -89,7 +88,7 @@ class ResumableCall:
         self._chunks = engine.generate(rest)
 
     async def next(self) -> Chunk | None:
-        """What the engine gives next; None when this piece is over because it was cut or aborted."""
+        """Returns the engine's next chunk; None after an interruption."""
         if self._cut or self._chunks is None:
             return None
         self._waiting = task = asyncio.current_task()
@@ -99,7 +98,7 @@ class ResumableCall:
         except StopAsyncIteration as error:
             raise Unavailable("the engine's stream ended without a finish") from error
         except asyncio.CancelledError:
-            # Our own cancellation is taken back; any other goes on its way.
+            # Swallows the cancellation of `interrupt` only.
             if self._cut and task and task.uncancel() <= cancelling_before:
                 return None
             raise
@@ -107,7 +106,7 @@ class ResumableCall:
             self._waiting = None
 
     async def interrupt(self) -> bool:
-        """End the present piece; what it gave is kept. True when the engine has been left already."""
+        """Interrupts the present worker and keeps its tokens. Returns True if the engine has been left."""
         if self._cut:
             return False
         self._cut = True
@@ -118,7 +117,7 @@ class ResumableCall:
         return True
 
     async def leave(self) -> None:
-        """Once, whoever comes first: the consumer that is done, or someone who interrupts."""
+        """Leaves the engine, once, for consumer and `interrupt` alike."""
         if self._leaving is not None:
             await asyncio.shield(self._leaving)
         elif self._chunks is not None:
@@ -131,7 +130,7 @@ class ResumableCall:
             self._leaving = None
 
     def complete(self, max_context: int) -> Chunk | None:
-        """An end that got lost with its worker: nothing is left to sample."""
+        """Returns the final chunk if nothing is left to sample."""
         if not self._ids:
             return None
         full = len(self._call.prompt_ids) + len(self._ids) >= max_context
@@ -152,7 +151,7 @@ class ResumableCall:
         )
 
     def fold(self, chunk: Chunk) -> Chunk | None:
-        """The chunk as the consumer is to see it; None when there is nothing in it."""
+        """Returns the chunk for the consumer; None if it is empty."""
         moved = self._base > 0
         self._note(chunk)
         if chunk.versions is not None:
@@ -186,7 +185,7 @@ class ResumableCall:
             self._spans.append(span)
 
     def _refine(self, exact: tuple[VersionSpan, ...]) -> None:
-        """Exact versions of the present worker's tokens take the place of its intervals."""
+        """Replaces the version intervals of the present worker's tokens by exact versions."""
         earlier = [span for span in self._spans if span.start < self._base]
         self._spans = [VersionSpan(s.start, min(s.end, self._base), s.low, s.high) for s in earlier]
         for span in exact:

@@ -1,8 +1,7 @@
-"""The front of several gateway processes: it accepts connections and hands each to the right one.
+"""Front process: accepts connections and passes each to the gateway process of its session.
 
-It looks at the head of a connection's first request without taking it, finds the session, and passes
-the open socket itself to that session's process, so that no byte of any request goes through here. It
-starts the processes, and starts one again that has died; the store gives it its sessions back.
+It peeks at the first request, finds the session id, and passes the open socket to that session's process.
+Request bytes do not pass through it. It starts the processes, and restarts one that dies.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from afield.gateway.shards import route
 
 log = logging.getLogger("afield.gateway")
 HEAD = 32 * 1024
-PATIENCE_S = 30.0  # for the head of a connection's first request
+PATIENCE_S = 30.0  # seconds for the head of a connection's first request
 START_S = 180.0
 ACCEPT_AGAIN_S = 0.1
 PEEK_AGAIN_S = 0.25
-AGAIN_S = 5.0  # before a process that did not come up is started once more
+AGAIN_S = 5.0  # seconds before a failed process is started again
 
 
 class Process:
-    """One gateway process and the socket that connections are passed through."""
+    """A gateway process and the socket through which it receives connections."""
 
     def __init__(
         self,
@@ -39,7 +38,7 @@ class Process:
         settings: bytes = b"",
         start_timeout_s: float = START_S,
     ) -> None:
-        """`settings` are its first line of standard input."""
+        """`settings` is written to its standard input as one line."""
         self._command = command
         self._index = index
         self._environment = environment
@@ -49,7 +48,7 @@ class Process:
         self._writable = asyncio.Event()
 
     async def start(self) -> bytes:
-        """Its first line of output, which says that it serves."""
+        """Starts the process and returns its first line of output, which says that it is ready."""
         self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.link.setblocking(False)
         with theirs:
@@ -76,9 +75,9 @@ class Process:
         return line
 
     async def hand_over(self, connection: socket.socket) -> None:
-        """Waits its turn while the process has no time for another; OSError when it is gone.
+        """Passes a connection to the process, waiting while its socket is full. Raises OSError if it is gone.
 
-        An event loop keeps one callback for each descriptor, so only one caller waits on the link itself.
+        An event loop has one callback per descriptor, so one caller at a time waits on the link.
         """
         async with self._handing_over:
             while True:
@@ -96,11 +95,11 @@ class Process:
         try:
             await self._writable.wait()
         finally:
-            if link.fileno() >= 0:  # `close_link` has removed it otherwise
+            if link.fileno() >= 0:  # otherwise `close_link` has removed it
                 loop.remove_writer(link)
 
     def close_link(self) -> None:
-        """The process is gone: whoever waits for space learns it at once."""
+        """Closes the link of a dead process and wakes callers that wait for space."""
         if self.link.fileno() >= 0:
             asyncio.get_running_loop().remove_writer(self.link)
             self.link.close()
@@ -128,7 +127,7 @@ class Front:
         start_timeout_s: float = START_S,
         per_address: int = sys.maxsize,
     ) -> None:
-        """All processes get the same `settings`. `per_address` limits connections without a whole head."""
+        """All processes get the same `settings`. `per_address` limits connections without a complete head."""
         more = {"settings": settings, "start_timeout_s": start_timeout_s}
         self._processes = [Process(command, index, environment, **more) for index in range(count)]
         self._looking: set[asyncio.Task[None]] = set()
@@ -136,10 +135,10 @@ class Front:
         self._per_address = per_address
 
     async def serve(self, listener: socket.socket, ready: Callable[[bytes], None]) -> None:
-        """Until cancelled."""
+        """Serves until cancelled."""
         listener.setblocking(False)
         try:
-            # One after the other: the first makes the store.
+            # One after the other: the first one creates the store.
             lines = [await process.start() for process in self._processes]
             ready(lines[0])
             async with asyncio.TaskGroup() as tasks:
@@ -154,7 +153,7 @@ class Front:
     async def _keep(self, process: Process) -> None:
         while True:
             code = await process.process.wait()
-            log.error("a gateway process ended with code %s; it is started again", code)
+            log.error("front: gateway process ended, restarting code=%s", code)
             process.close_link()
             with suppress(Unavailable):
                 await process.start()
@@ -166,8 +165,8 @@ class Front:
         while True:
             try:
                 connection, peer = await loop.sock_accept(listener)
-            except OSError as error:  # no descriptor left, for one: connections wait in the backlog
-                log.error("front: accept failed: %s", error)
+            except OSError as error:  # for example no descriptor left: connections wait in the backlog
+                log.error("front: accept failed error=%s", error)
                 await asyncio.sleep(ACCEPT_AGAIN_S)
                 continue
             address = str(peer[0]) if peer else ""
@@ -195,12 +194,12 @@ class Front:
                 try:
                     async with asyncio.timeout(PATIENCE_S):
                         await self._processes[route(head, len(self._processes))].hand_over(connection)
-                except (OSError, ValueError) as error:  # it is being started again; the client will come back
-                    log.error("a connection was dropped: %s", error)
+                except (OSError, ValueError) as error:  # the process is restarting; the client will retry
+                    log.error("front: connection dropped error=%s", error)
 
 
 async def _peek(connection: socket.socket) -> bytes:
-    """The head of the first request, left in place; empty when the client has gone."""
+    """Returns the head of the first request without consuming it; empty if the client is gone."""
     loop = asyncio.get_running_loop()
     seen = 0
     while True:
@@ -223,12 +222,12 @@ async def _peek(connection: socket.socket) -> bytes:
         if len(head) == seen:  # the client has closed its side, or the kernel is short of memory
             await asyncio.sleep(PEEK_AGAIN_S)
         seen = len(head)
-        # A peek leaves what it saw: without this, half a head would keep the descriptor readable.
+        # A peek does not consume: half a head would keep the descriptor readable.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, seen + 1)
 
 
 async def receive_connections(link: int, take: Callable[[socket.socket], None]) -> None:
-    """In a gateway process: take connections until the front is gone."""
+    """Receives connections in a gateway process until the front is gone."""
     loop = asyncio.get_running_loop()
     with socket.socket(fileno=link) as passing:
         passing.setblocking(False)
@@ -250,5 +249,5 @@ async def receive_connections(link: int, take: Callable[[socket.socket], None]) 
 
 
 def command_of(argv: Sequence[str]) -> list[str]:
-    """How a gateway process is started: as this one was."""
+    """Returns the command line for a gateway process, from this process's own."""
     return [sys.executable, "-m", "afield", *argv]

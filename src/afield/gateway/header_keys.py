@@ -1,11 +1,6 @@
-"""Header keys: one key, and one session for each value of a request header.
+"""Header keys: one API key that opens a session per value of a request header.
 
-For clients that send a session's name in a header, such as `X-Session-ID`, to one base URL with one key:
-
-1. The key's owner fixes the header, the specification of the sessions, how many may be open at once, and
-   after how much idle time one is completed.
-2. The first request with a value opens the session `KEY_ID.VALUE`; later ones continue it.
-3. The definitions lie in the store, so that every process of a gateway and the next one know them.
+For clients that send a session name in a header such as `X-Session-ID`:
 """
 
 from __future__ import annotations
@@ -38,18 +33,18 @@ RETRY_S = 5.0
 
 
 class HeaderKeySpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a header key is made with; the body of `POST /keys`."""
+    """Definition of a header key; the body of `POST /keys`."""
 
     id: str | None = None
-    """Name of the key, and the beginning of its sessions' ids; made up if None."""
+    """Name of the key, and prefix of its session ids; generated if None."""
     header: str = "x-session-id"
     """Header whose values name sessions (default: x-session-id)."""
     session: SessionSpec = SessionSpec()
-    """Specification of every session that the key opens; ids of one attempt do not belong here."""
+    """Spec of every session that the key opens; fields of a single attempt are not allowed."""
     max_open: int = 1024
-    """SessionManager of the key that may be open at once (default: 1024)."""
+    """Open sessions per key (default: 1024)."""
     idle_s: float | None = 3600.0
-    """Seconds without a call after which a session is completed; None for never (default: 3600)."""
+    """Idle time in seconds before a session is completed; None for never (default: 3600)."""
 
     def __post_init__(self) -> None:
         if self.id is not None and not KEY_ID.fullmatch(self.id):
@@ -72,26 +67,35 @@ class HeaderKeySpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class HeaderKeyCredentials(Struct, frozen=True, kw_only=True):
-    """What clients of a header key need."""
+    """Key and base URLs for the clients of a header key."""
 
     id: str
+    """Key id."""
     api_key: str
+    """The key."""
     base_url: str
+    """Base URL for Anthropic and Gemini clients."""
     openai_base_url: str
+    """Base URL for OpenAI clients."""
     header: str
+    """Header whose values name sessions."""
 
 
 class HeaderKeyRow(Struct, frozen=True, kw_only=True):
-    """A header key as stored. `nonce` is its own: another key of the same id has another one."""
+    """A stored header key."""
 
     id: str
+    """Key id."""
     spec: HeaderKeySpec
+    """Definition."""
     nonce: str
+    """Random; tokens of a deleted key with the same id are invalid."""
     created: float
+    """Creation time, seconds since the epoch."""
 
     @property
     def opener(self) -> str:
-        """The mark of the sessions that it opened."""
+        """`SessionRow.opened_by` of the sessions that this key opened."""
         return f"{self.id}~{self.nonce}"
 
     @property
@@ -103,7 +107,7 @@ class HeaderKeyRow(Struct, frozen=True, kw_only=True):
 
 
 class HeaderKeys:
-    """All header keys of a store. `owns` says which sessions are this process's."""
+    """Header keys of a store. `owns` returns whether a session belongs to this process."""
 
     def __init__(
         self,
@@ -118,11 +122,11 @@ class HeaderKeys:
         self._sessions = sessions
         self._clock = clock
         self._owns = owns
-        self._known: dict[str, tuple[str, HeaderKeyRow]] = {}  # by id: keys that were good once
-        self._opening: dict[str, set[str]] = {}  # by key: sessions that are not in the store yet
+        self._known: dict[str, tuple[str, HeaderKeyRow]] = {}  # by key id
+        self._opening: dict[str, set[str]] = {}  # by key id: sessions that are not in the store yet
 
     async def create(self, spec: HeaderKeySpec) -> tuple[HeaderKeyRow, bool]:
-        """The key, and whether it is new. The same id with another specification is a Conflict."""
+        """Returns the key and whether it is new. Raises Conflict if the id exists with another spec."""
         key_id = spec.id or f"k-{secrets.token_hex(8)}"
         spec = structs.replace(spec, id=key_id)
         existing = self._store.header_key(key_id, HeaderKeyRow)
@@ -141,7 +145,7 @@ class HeaderKeys:
         return self._store.header_keys(HeaderKeyRow)
 
     def check(self, token: str) -> HeaderKeyRow | None:
-        """The key that this is; None for one that is not ours, or was deleted."""
+        """Returns the key of a token; None if it is invalid or deleted."""
         parts = split_header_key(token)
         if parts is None:
             return None
@@ -156,7 +160,7 @@ class HeaderKeys:
         return row
 
     async def session(self, row: HeaderKeyRow, path_session_id: str | None, scope: HttpScope) -> Session:
-        """The session of a request: by its header, or one of this key's that its path names."""
+        """Returns the session of a request: by header value, or by path for one that this key opened."""
         value = header(scope, row.spec.header.encode())
         if not value:
             if path_session_id is None:
@@ -190,14 +194,13 @@ class HeaderKeys:
         opening = self._opening.setdefault(row.id, set())
         opened = self._store.count_open(row.id) + len(opening - {session_id})
         if opened >= row.spec.max_open:
-            refusal = ApiError(
+            raise ApiError(
                 429,
                 "too_many_sessions",
-                f"key {row.id} has {opened} open sessions, as many as it may",
+                f"key {row.id} has {opened} open sessions, the maximum",
                 "complete or finalize some, or create the key with a larger max_open",
+                retry_after_s=RETRY_S,
             )
-            refusal.retry_after_s = RETRY_S
-            raise refusal
         metadata = {**row.spec.session.metadata, "header": {row.spec.header: value}}
         spec = structs.replace(row.spec.session, id=session_id, metadata=metadata)
         opening.add(session_id)
@@ -210,18 +213,18 @@ class HeaderKeys:
         return session
 
     async def delete(self, key_id: str) -> int:
-        """No request is taken any more; its open sessions of this process are completed, and counted."""
+        """Deletes a key, completes its open sessions in this process, and returns their number."""
         await self._store.delete_header_key(key_id)
-        self._known.pop(key_id, None)  # not before: a request in between would load it again
+        self._known.pop(key_id, None)  # not earlier: a concurrent request would cache it again
         return await self._complete(key_id, f"{key_id}~", 0.0)
 
     async def close_idle(self) -> int:
-        """Complete the sessions of this process that had no call for the idle time of their key."""
+        """Completes the sessions of this process whose idle timeout has passed, and returns their number."""
         bounded = [(row, row.spec.idle_s) for row in self.list()]
         return sum([await self._complete(row.id, row.opener, s) for row, s in bounded if s is not None])
 
     async def _complete(self, key_id: str, opener: str, idle_s: float) -> int:
-        """Those whose opener begins like this and that were idle for so long."""
+        """Completes sessions with this `opened_by` prefix that are idle for at least `idle_s`."""
         completed = 0
         for session_id in filter(self._owns, self._store.open_ids(key_id)):
             session = self._sessions.find(session_id)
@@ -234,5 +237,5 @@ class HeaderKeys:
 
 
 def told(row: HeaderKeyRow) -> dict[str, Any]:
-    """As `GET /keys` shows it: everything but the key."""
+    """A key without its secret, as listed by `GET /keys`."""
     return {"id": row.id, "created": row.created, **structs.asdict(row.spec)}

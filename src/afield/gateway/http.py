@@ -1,4 +1,7 @@
-"""The little HTTP the gateway needs, straight on ASGI: headers in, JSON and event streams out."""
+"""HTTP helpers on ASGI: headers, JSON responses, event streams, request bodies.
+
+Request bodies have a size limit. All but small ones are decompressed in two threads, slice by slice.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def query(scope: Scope) -> dict[str, str]:
 
 
 def key_of(scope: Scope) -> str:
-    """The key, wherever the client's dialect puts it."""
+    """Returns the API key from the header or query parameter of any dialect."""
     scheme, _, token = header(scope, b"authorization").partition(" ")
     bearer = token.strip() if scheme.lower() == "bearer" else ""
     key = bearer or header(scope, b"x-api-key") or header(scope, b"x-goog-api-key")
@@ -48,7 +51,7 @@ def key_of(scope: Scope) -> str:
 
 
 def path_key(path: str) -> tuple[str, str] | None:
-    """The key in a path of `/k/KEY/...`, and the rest of the path."""
+    """Splits `/k/KEY/...` into key and rest."""
     if not path.startswith(KEYED):
         return None
     key, slash, rest = path[len(KEYED) :].partition("/")
@@ -63,7 +66,7 @@ def json_body(body: bytes, into: type[T]) -> T:
 
 
 def _choices(problem: str, into: type) -> str:
-    """What could stand where an unknown word does."""
+    """Lists the allowed values for an unknown enum value."""
     if not problem.startswith("Invalid enum value") or "$." not in problem:
         return ""
     name = re.split(r"\W", problem.rpartition("$.")[2])[0]
@@ -79,7 +82,7 @@ def _words(kind: Any) -> list[str]:
 
 
 class PlainText(str):
-    """An answer that is not JSON."""
+    """A response body in the Prometheus text format."""
 
 
 async def send_json(send: Send, status: int, value: object, retry_after_s: float | None = None) -> None:
@@ -94,14 +97,14 @@ async def send_json(send: Send, status: int, value: object, retry_after_s: float
 
 
 class ByteStream:
-    """A stream of events. Nothing is sent before the first of them, so an early error has its status."""
+    """An event stream. The response starts with the first event, so that early errors have a status."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self.content_type = b"text/event-stream"
         self.started = False
         self.sent = 0
-        self.delivered = False  # the end of an answer, not of an error
+        self.delivered = False  # set at the end of an answer, not of an error
 
     async def emit(self, body: bytes) -> None:
         if body:
@@ -123,14 +126,14 @@ class ByteStream:
 
 # --- request bodies ---
 
-AT_ONCE = 64 * 1024  # decompressed bytes that are cheaper to make here than to hand to a thread
+AT_ONCE = 64 * 1024  # decompressed bytes; fewer are not worth a thread
 SLICE = 2 * 1024 * 1024
 INPUT = 256 * 1024
 _THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="afield-inflate")
 
 
 class ClientGone(Exception):
-    """The client closed the connection before its request was read."""
+    """The client disconnected before its request was read."""
 
 
 async def read_body(
@@ -140,7 +143,7 @@ async def read_body(
     hint: str = "",
     count: Count | None = None,
 ) -> bytes:
-    """The body, decompressed."""
+    """Reads and decompresses the body. `count` is called with the size of each part."""
     return await decompressed(scope, await read_raw(scope, receive, limit, hint, count), limit, hint, count)
 
 
@@ -151,7 +154,7 @@ async def read_raw(
     hint: str = "",
     count: Count | None = None,
 ) -> bytes:
-    """The body as it was sent."""
+    """Reads the body without decompressing it."""
     declared = int(header(scope, b"content-length") or 0)
     if declared > limit:
         raise _too_large(f"has {declared}", limit, hint)
@@ -202,7 +205,7 @@ async def _inflate(body: bytes, limit: int, hint: str, count: Count | None) -> b
             parts.append(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
     finally:
-        parts.clear()  # a refusal keeps its frames until it is answered
+        parts.clear()  # the error's traceback would keep them alive
 
 
 async def _slices(body: bytes) -> AsyncGenerator[bytes]:

@@ -1,4 +1,4 @@
-"""Images in a request: what clients send in place of text, taken in by the digest of its content."""
+"""Images in requests: collected by digest, checked, located in expanded prompts."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[\w=.+-]+)*;base64,(.*)", 
 
 
 class Gallery:
-    """Collects the images of one request; the same bytes are one image."""
+    """Collects the images of one request, by digest."""
 
     def __init__(self) -> None:
         self.images: dict[str, Image] = {}
         self.places: dict[str, str] = {}
 
     def from_url(self, url: str, offset: int, where: str) -> ImageRef:
-        """A `data:` URL carries the bytes; any other is the engine's to fetch."""
+        """Decodes a `data:` URL; the engine fetches any other."""
         if match := _DATA_URL.fullmatch(url):
             return self.from_base64(match[2], match[1] or "image/png", offset, where)
         if not url.startswith(("http://", "https://")):
@@ -58,15 +58,14 @@ if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
 MAX_PIXELS = 50_000_000
-"""Width times height of one image; as a bitmap, so many take 150 MB."""
+"""Width times height of one image; a bitmap of that size has 150 MB."""
 MAX_BYTES = 20 * 1024 * 1024
-"""Of one image, as it is sent."""
+"""Bytes of one image as sent."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-REMEMBERED = 4096  # plain images that need not be decoded again
+REMEMBERED = 4096  # checked images
 ORIENTATION = 0x0112
 UPRIGHT = (None, 1)
-# Pillow raises these for files that are damaged; its own errors are among them.
-# What Pillow raises for damaged files, down to what it makes of broken EXIF blocks.
+# Errors that Pillow raises for damaged files and EXIF blocks.
 UNREADABLE = (
     *(OSError, ValueError, SyntaxError, EOFError, LookupError, ArithmeticError, TypeError, AttributeError),
     *(struct.error, zlib.error, MemoryError),
@@ -79,7 +78,7 @@ class Checker:
         self._plain: OrderedDict[str, None] = OrderedDict()
 
     async def check(self, images: Iterable[Image], places: Mapping[str, str]) -> list[Image]:
-        """The images as they are handed on. `places` are the messages in which they stand, by digest."""
+        """Returns the checked images. `places` maps digests to message names for errors."""
         return [await self._checked(image, places.get(image.digest, "the request")) for image in images]
 
     async def _checked(self, image: Image, where: str) -> Image:
@@ -97,7 +96,7 @@ class Checker:
 
 
 def decoded(image: Image, where: str) -> Image:
-    """The image itself if every reader sees the same pixels in it, else as PNG; refused if it is none."""
+    """Returns the image, or a PNG if readers could see different pixels. Raises 400 for invalid files."""
     from PIL import Image as Pillow
     from PIL import ImageOps
 
@@ -145,10 +144,10 @@ def _refused(where: str, problem: str, remedy: str) -> ApiError:
 def image_spans(
     sent: Sequence[int], expanded: Sequence[int], digests: Sequence[str], image_id: int | None
 ) -> tuple[ImageSpan, ...]:
-    """Where images stand in `expanded`, which is `sent` with more placeholders in the place of each.
+    """Returns the image spans in `expanded`, which is `sent` with repeated placeholders.
 
-    Images that follow each other without a token between them share their placeholders evenly. Nothing where
-    the two do not line up, or it is not known which token stands for an image.
+    Adjacent images share their placeholders evenly. Empty if the two do not align, or `image_id` is
+    unknown.
     """
     if image_id is None or not digests:
         return ()
@@ -175,7 +174,7 @@ def image_spans(
 
 
 def _run(ids: Sequence[int], start: int, token: int) -> int:
-    """How often a token stands there in a row."""
+    """Returns how often a token repeats from `start`."""
     end = start
     while end < len(ids) and ids[end] == token:
         end += 1

@@ -1,7 +1,7 @@
-"""What a gateway counts, in the text format that Prometheus scrapes.
+"""Gateway metrics in the Prometheus text format.
 
-Plain numbers on the event loop, so that counting costs nothing; `snapshot` gives them as data, and
-snapshots of several processes add up.
+Plain integers rather than prometheus_client: its labelled counters lock and look up on each call, and its
+multi-process mode needs files. Snapshots of several processes are added up.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def count(counts: Counts, key: str, by: int = 1) -> None:
 
 
 class Metrics(Struct):
-    """One process's numbers. Keys of the tallies are label values."""
+    """Metrics of one process. Keys of the counters are label values."""
 
     calls: Counts = field(default_factory=dict)
     tiers: Counts = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Metrics(Struct):
             self.first_token_s.observe(turn.first_token - turn.started)
 
     def excluded_from(self, tokens: Mapping[str, int]) -> None:
-        """Tokens kept out of the loss in a session that is finalized, by reason."""
+        """Counts excluded tokens of a finalized session by reason."""
         for reason, number in tokens.items():
             count(self.excluded, reason, number)
 
@@ -95,14 +95,16 @@ class Metrics(Struct):
 
 
 class Snapshot(Struct):
-    """The numbers of one process at one moment."""
+    """Metrics and gauges of one process."""
 
     metrics: Metrics
+    """Counters and histograms."""
     gauges: dict[str, float]
+    """Gauges by name."""
 
 
 def exposition(snapshots: Sequence[Snapshot]) -> str:
-    """The page under /metrics: the sum over the processes."""
+    """Returns the `/metrics` page: the sum over all processes."""
     metrics = Metrics()
     gauges: Counter[str] = Counter()
     for snapshot in snapshots:

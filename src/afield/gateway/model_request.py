@@ -1,8 +1,7 @@
-"""A model call in no dialect: what is asked, and what comes of it, item by item.
+"""Model requests and call events, independent of the dialect.
 
-Dialects decode into `ModelRequest` and are views of the items; `calls` runs the one and yields the
-others. A call gives `CallStarted`, then `CallDelta`s, then `CallFinished`; without `CallFinished` nothing
-was committed.
+Dialects decode requests into `ModelRequest` and encode the events of `calls`: `CallStarted`,
+`CallDelta`s, `CallFinished`. Without `CallFinished` no turn is committed.
 """
 
 from __future__ import annotations
@@ -25,125 +24,158 @@ NO_PLACES: Mapping[str, str] = {}
 
 class Scores(Struct, frozen=True, kw_only=True):
     count: int = 0
-    """How many of the likeliest tokens were asked for at each place."""
+    """Number of requested top log-probabilities per token."""
     top: tuple[TopLogprobs, ...] = ()
-    """The likeliest tokens at the place of each sampled one; empty if none were asked for."""
+    """Top log-probabilities of each sampled token; empty if not requested."""
     prompt_count: int | None = None
+    """Number of requested top log-probabilities per prompt token; None for no scores."""
     prompt: tuple[TopLogprobs, ...] | None = None
-    """Of each token of the prompt its own and then the likeliest ones; the first has none."""
+    """Per prompt token its own and the top log-probabilities; empty for the first token."""
     text_positions: tuple[int, ...] | None = None
-    """Which of the sampled tokens are text of the reply, where that was asked for."""
+    """Positions of the sampled tokens that are reply text, if requested."""
 
     def answers(self, count: int, prompt_count: int | None, spoken: bool) -> bool:
-        """Whether they are what another request asks for."""
+        """Returns whether these scores cover a request."""
         if prompt_count is not None and (self.prompt_count is None or self.prompt_count < prompt_count):
             return False
         return self.count >= count and (self.text_positions is not None or not spoken)
 
 
 class OutputFormat(Struct, frozen=True):
-    """The form a reply must have. `text` is a JSON schema, a regular expression or a grammar in EBNF; of
-    `choice` it is a JSON list of strings, of `json_object` nothing."""
+    """Required form of the reply."""
 
     kind: Literal["json_object", "json_schema", "regex", "grammar", "choice"]
+    """Kind of constraint."""
     text: str = ""
+    """JSON schema, regular expression, EBNF grammar, or JSON list of choices; empty for `json_object`."""
 
 
 class Reasoning(Struct, frozen=True, kw_only=True):
-    """What a request says about thinking. `enabled` None leaves it to the chat template; `budget` is the most
-    tokens to think for; `effort` is the provider's word for how hard."""
+    """Reasoning parameters of a request."""
 
     enabled: bool | None = None
+    """None leaves it to the chat template."""
     budget: int | None = None
+    """Maximum of reasoning tokens."""
     effort: str = ""
+    """Provider's word for the effort, such as `high`."""
 
 
 NO_REASONING = Reasoning()
 
 
 class ModelRequest(Struct, frozen=True, kw_only=True):
-    """What it asks of sampling beyond these are `wishes`; the trainer decides about them.
-
-    Tools are rendered even when the reply `may_call` none of them, so that the root stays the same.
-    `prompt` stands in place of messages (Completions). `after` names the turn the messages follow when
-    the client leaves the history to us. `hints` are turns the client named by echoing our marks.
-    `retry` says that the client asks again, `idempotency_key` is its own name for the request in all tries.
-    `thread` tells the client's own threads apart. `tags` are what the dialect knows about the call. `images`
-    holds those that messages refer to, by digest; `image_places` says in which of the client's messages.
-
-    With `must_call` the reply is a tool call; `callable_tools` are the names it may call (all if empty),
-    and without `parallel_calls` it makes one call at most. `names` says by which parameter of the dialect a
-    field was asked for, for whoever has to refuse it. `top_logprobs` asks for that many of the likeliest
-    tokens at every place of the reply, `prompt_logprobs` for those of the prompt's tokens too. Pieces
-    `by_token` have one token each and say which of them are text. With `only_score` nothing is sampled.
-    `shown` is what the dialect keeps to show the answer again, `shared` the digest and text of what many
-    requests have in common.
-    """
+    """A request of any dialect."""
 
     dialect: str
+    """Name of the dialect."""
     model: str = ""
+    """Model name of the request; the response repeats it."""
     messages: tuple[Message, ...] = ()
+    """Conversation; empty for a raw prompt."""
     tools: tuple[Tool, ...] = ()
+    """Tools in the prompt, also if the reply may not call them: the root stays the same."""
     may_call: bool = True
+    """Whether the reply may contain tool calls."""
     must_call: bool = False
+    """Whether the reply must be a tool call."""
     callable_tools: tuple[str, ...] = ()
+    """Names of the tools that the reply may call; empty for all."""
     parallel_calls: bool = True
+    """Whether the reply may contain several calls."""
     output: OutputFormat | None = None
+    """Required form of the reply."""
     reasoning: Reasoning = NO_REASONING
+    """Requested reasoning."""
     names: Mapping[str, str] = NO_NAMES
+    """Dialect parameter per field, for error messages."""
     top_logprobs: int = 0
+    """Top log-probabilities per sampled token."""
     prompt_logprobs: int | None = None
+    """Top log-probabilities per prompt token; None for no scores."""
     by_token: bool = False
+    """Whether each delta has one token and its text positions."""
     only_score: bool = False
+    """Whether the prompt is scored and nothing sampled."""
     stored_options: bytes = b""
+    """Options to encode the response again, stored with the turn."""
     shared_text: tuple[str, bytes] | None = None
+    """Digest and text of options that several turns share."""
     max_tokens: int | None = None
+    """Token limit; may only lower the session's."""
     stop: tuple[str, ...] = ()
+    """Stop strings."""
     stream: bool = False
+    """Whether the response is streamed."""
     prompt: str | tuple[int, ...] | None = None
+    """Raw prompt as text or ids (Completions)."""
     after: str | None = None
+    """Turn whose stored conversation precedes the messages (Responses)."""
     hints: frozenset[str] = frozenset()
+    """Turns that the client names by echoed ids."""
     retry: bool = False
+    """Whether the client marks the request as a retry."""
     idempotency_key: str = ""
+    """Client's name of the request; equal in all retries."""
     thread: str = ""
+    """Client's name of the conversation thread."""
     tags: tuple[str, ...] = ()
+    """Tags of the turn."""
     requested_sampling: Mapping[str, float] = NO_SAMPLING
+    """Sampling settings that the client requests; the session decides which apply."""
     images: Mapping[str, Image] = NO_IMAGES
+    """Images of the messages by digest."""
     image_places: Mapping[str, str] = NO_PLACES
+    """Message name per image digest, for errors."""
 
 
 class CallStarted(Struct, frozen=True):
-    """`owed`: the turn counts as missed if its client leaves before the end; not so when another has it."""
+    """First event of a call."""
 
     session_id: str
+    """Session of the call."""
     turn_id: str
+    """Turn of the call."""
     prompt_ids: tuple[int, ...]
+    """Prompt token ids."""
     created: float
+    """Start time, seconds since the epoch."""
     must_deliver: bool = True
+    """Whether the turn is undelivered if the client disconnects before the end."""
     sampling: Sampling = Sampling()
-    """What the call is sampled with."""
+    """Sampling parameters of the call."""
 
 
 class CallDelta(Struct, frozen=True):
     token_ids: tuple[int, ...]
+    """Sampled token ids."""
     logprobs: tuple[float, ...]
+    """One log-probability per token."""
     events: list[Event]
+    """Parsed text, reasoning and tool-call events."""
     top_logprobs: tuple[TopLogprobs, ...] = ()
+    """Top log-probabilities per token, if requested."""
     prompt_logprobs: tuple[TopLogprobs, ...] | None = None
+    """Prompt scores, with the first delta."""
     text_positions: tuple[int, ...] = ()
-    """Places in the turn of the tokens whose text the events tell, where `by_token` asks for it."""
+    """Positions in the turn of the tokens whose text is in `events`, with `by_token`."""
 
 
 class CallFinished(Struct, frozen=True):
-    """`stop` is the client's stop string that ended the reply, if one did; `thought` the sampled tokens of it
-    that are reasoning."""
+    """Last event of a call, after its turn is durable."""
 
     turn: Turn
+    """The committed turn."""
     reply: Message
+    """The reply as the client gets it."""
     prompt_tokens: int
+    """Prompt length in tokens."""
     stop: str | None = None
+    """Stop string that ended the reply."""
     reasoning_tokens: int = 0
+    """Sampled tokens that are reasoning."""
     scores: Scores | None = None
+    """Requested log-probabilities."""
 
 
 Item = CallStarted | CallDelta | CallFinished
@@ -156,7 +188,7 @@ PENALTY_NAMES = ("presence_penalty", "frequency_penalty", "repetition_penalty", 
 
 
 class RequestedSampling(Struct, kw_only=True):
-    """The fields that requests of every dialect have for it; a dialect's own struct is one of these."""
+    """Sampling fields that the request bodies of all dialects share."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -170,7 +202,7 @@ class RequestedSampling(Struct, kw_only=True):
 
 
 def requested_sampling(body: RequestedSampling) -> dict[str, float]:
-    """The settings a request names."""
+    """Returns the sampling settings that a request names."""
     settings = {
         name: value for name in SAMPLING_NAMES + PENALTY_NAMES if (value := getattr(body, name)) is not None
     }
@@ -180,7 +212,7 @@ def requested_sampling(body: RequestedSampling) -> dict[str, float]:
 
 
 def apply_sampling(sampling: Sampling, requested: Mapping[str, float], may: tuple[str, ...]) -> Sampling:
-    """The trainer's settings, with what the client may choose as it chose. ValueError for nonsense."""
+    """Applies the settings that the client may choose. Raises ValueError for invalid values."""
     allowed = {name: value for name, value in requested.items() if name in may}
     if "top_k" in allowed:
         allowed["top_k"] = max(0, int(allowed["top_k"]))
@@ -188,7 +220,7 @@ def apply_sampling(sampling: Sampling, requested: Mapping[str, float], may: tupl
 
 
 def override_tags(sampling: Sampling, requested: Mapping[str, float]) -> tuple[str, ...]:
-    """What the client asked for and does not get."""
+    """Returns an `overridden:NAME` tag for each requested setting that is not applied."""
     return tuple(
         f"overridden:{name}" for name, value in requested.items() if not _given(sampling, name, value)
     )

@@ -1,8 +1,8 @@
-"""Outcomes on their way from sessions to the store of a transport.
+"""Delivers outcomes from sessions to the transport's store.
 
-An outcome is in its session's row, marked as due, before this hears of it. It is brought once at a time,
-tried until the store answers, also by the next gateway if this one dies, and then marked: it stands, or
-it was refused because the attempt had been decided otherwise. Bringing it again is harmless.
+A due outcome is stored in its session's row first. Delivery runs once per session at a time, and retries
+until the store answers, after a restart too. Then the row is marked accepted, or refused if the attempt
+has been decided otherwise. Delivery is idempotent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AT_ONCE = 16
 
 
 class OutcomeDelivery:
-    """`invocation` says where an outcome of a session goes; the transport is entered by whoever made it."""
+    """`invocation` returns the destination of a session's outcome. The caller enters the transport."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class OutcomeDelivery:
         self._left = asyncio.Event()
 
     async def __aenter__(self) -> Self:
-        self._left.set()  # what the gateway before this one did not get to
+        self._left.set()  # outcomes that an earlier gateway did not deliver
         self._chore = asyncio.create_task(self._bring_what_is_left())
         return self
 
@@ -58,14 +58,14 @@ class OutcomeDelivery:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def deliver(self, session: Session) -> None:
-        """Returns when the session's outcome stands, or nothing is due; else says why it does not."""
+        """Delivers a due outcome. Raises ApiError if it is refused or the store is unavailable."""
         if session.row.delivery is Delivery.DUE:
             await self._told(session.id, self._brought(session))
         elif session.row.delivery is Delivery.REFUSED:
             await self._told(session.id, self._why(session.row, outcomes.record_of(session.row)))
 
     async def bring_late(self, session: Session, row: SessionRow) -> None:
-        """An outcome of a session whose record was taken: the store alone knows whether it counts."""
+        """Delivers an outcome that came after finalize; the store decides whether it counts."""
         await self._told(session.id, self._carry(row))
 
     async def _told(self, session_id: str, work: Awaitable[str]) -> None:
@@ -77,7 +77,9 @@ class OutcomeDelivery:
             raise _refused(session_id, refused)
 
     async def _brought(self, session: Session) -> str:
-        """Why it was refused; empty when it stands. Goes on when the caller is cancelled."""
+        """Returns why the outcome was refused; empty if it was accepted. Continues if the caller is
+        cancelled.
+        """
         task = self._bringing.get(session.id)
         if task is None:
             task = self._bringing[session.id] = asyncio.create_task(self._bring(session))
@@ -91,7 +93,7 @@ class OutcomeDelivery:
             self._left.set()
             raise
         if refused:
-            log.warning("session %s: its outcome is refused: %s", session.id, refused)
+            log.warning("session %s: outcome refused reason=%s", session.id, refused)
         await self._sessions.delivered(session, Delivery.REFUSED if refused else Delivery.ACCEPTED)
         return refused
 
@@ -106,7 +108,7 @@ class OutcomeDelivery:
             raise Unavailable(f"the store of outcomes took no answer within {DELIVER_S:g} s") from error
 
     async def _why(self, row: SessionRow, record: OutcomeRecord) -> str:
-        """What stands in place of a record. If that is the record itself, nothing was refused."""
+        """Returns why a record does not count; empty if it does."""
         standing = await self._transport.decision(_waiting(row, record))
         if isinstance(standing, Fence):
             return f"the attempt was given up: {standing.reason}"
@@ -122,13 +124,13 @@ class OutcomeDelivery:
             if failed is None:
                 pause = FIRST_PAUSE_S
                 continue
-            log.error("outcomes wait in the gateway, and are tried again in %g s: %s", pause, failed)
+            log.error("outcomes: delivery failed, retrying retry_s=%g error=%s", pause, failed)
             self._left.set()
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     async def _try_all(self) -> AfieldError | None:
-        """The first error, if there was one; what was not reached then is tried the next time."""
+        """Tries all due outcomes and returns the first error."""
         try:
             due = [session_id for session_id in self._store.undelivered() if self._owns(session_id)]
             for start in range(0, len(due), AT_ONCE):
@@ -144,7 +146,7 @@ class OutcomeDelivery:
         try:
             session = self._sessions.get(session_id)
         except NotFound:
-            return  # deleted meanwhile
+            return  # deleted in the meantime
         if session.row.delivery == Delivery.DUE:
             await self._brought(session)
 
@@ -163,6 +165,10 @@ def _refused(session_id: str, reason: str) -> ApiError:
 
 def _unavailable(session_id: str, error: AfieldError) -> ApiError:
     message = f"the outcome of {session_id} is kept here, but not yet in the store: {error}"
-    api_error = ApiError(503, "store_unavailable", message, "ask again for whether it counts; it is not lost")
-    api_error.retry_after_s = 1.0
-    return api_error
+    return ApiError(
+        503,
+        "store_unavailable",
+        message,
+        "ask again for whether it counts; it is not lost",
+        retry_after_s=1.0,
+    )

@@ -1,9 +1,8 @@
-"""What agents and verifiers say came of an attempt, and the record that goes on to the store (pure).
+"""Outcomes of attempts: parsing, rewards, and the record for the transport (pure).
 
-Two shapes are read: the short body anybody can write, and the whole record that the SDK delivers. Whoever
-may not give rewards only says that the work is done; the record is then due when the verifier has spoken.
-A failure stays the typed failure it came as. The record is made of the session's row alone, so it is
-the same however often, and by whichever process, it is made.
+Two shapes are accepted: a short body, and the whole record that the SDK delivers. A key without the
+reward scope only reports the end of the work; the record is then due with the verdict. The record depends
+on the session's row alone, so that every process builds the same.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ NEEDED = ("input_id", "rollout_id", "attempt")
 
 
 class GatewayLimits(Struct, frozen=True, kw_only=True):
-    """What a gateway takes from its clients at most."""
+    """Limits for requests, sessions and submissions."""
 
     request_bytes: int = MAX_BODY
-    """Bytes of one request, decompressed (64 MiB)."""
+    """Bytes of one decompressed request (default: 64 MiB)."""
     session_bytes: int = 4 * MAX_BODY
-    """Bytes of all requests of one session that are in flight at once, decompressed (256 MiB)."""
+    """Decompressed bytes of all running requests of a session (default: 256 MiB)."""
     submission_bytes: int = 16 * 1024 * 1024
-    """Bytes of one outcome or reward (16 MiB)."""
+    """Bytes of one outcome or reward (default: 16 MiB)."""
     rewards: int = 10_000
-    """Rewards of one session (10,000)."""
+    """Rewards per session (default: 10,000)."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -51,17 +50,24 @@ DEFAULT_LIMITS = GatewayLimits()
 
 
 class OutcomeBody(Struct):
-    """What an agent, or its verifier, says came of an attempt, in short."""
+    """Short form of an outcome or a verdict."""
 
     reward: Any = None
+    """Reward of the attempt."""
     rewards: dict[str, float] = {}
+    """Rewards by name."""
     turn_rewards: dict[str, float] = {}
+    """Rewards by turn."""
     named_turn_rewards: dict[str, dict[str, float]] = {}
-    """Rewards with a name and a turn: by name, then by turn."""
+    """Rewards by name, then by turn."""
     metrics: dict[str, float] = {}
+    """Metrics by name."""
     status: str = ""
+    """Older name of `stop_reason`."""
     stop_reason: str = ""
+    """Why the agent stopped."""
     artifacts: dict[str, Any] = {}
+    """JSON values for the verifier and the record."""
 
 
 class _Shape(Struct):
@@ -69,7 +75,7 @@ class _Shape(Struct):
 
 
 class OutcomeReport(Struct, frozen=True, kw_only=True):
-    """Either shape, read. `said` is it as one spelling, so that a repetition can be told from another one."""
+    """A parsed outcome of either shape. `canonical` is its encoding, by which repetitions are recognised."""
 
     canonical: bytes
     reward: Any
@@ -100,14 +106,16 @@ class OutcomeReport(Struct, frozen=True, kw_only=True):
 
     @property
     def any_reward(self) -> Any:
-        """A reward that is in it, in whatever way; None if it gives none."""
+        """Returns a reward of any kind; None if there is none."""
         several = self.rewards or self.turn_rewards or self.named_turn_rewards
         return self.reward if self.reward is not None else several or None
 
 
 def read(body: bytes, row: SessionRow, *, verdict: bool) -> OutcomeReport:
-    """Refused when it is malformed, or the outcome of another attempt. A verdict names its rollout: its
-    verifier may be the second one, and is counted on its own."""
+    """Parses an outcome. Raises 400 if it is malformed or addresses another attempt.
+
+    A verdict names the rollout only: verifiers are counted separately from attempts.
+    """
     if json_body(body, _Shape).outcome is msgspec.UNSET:
         outcome_body = json_body(body, OutcomeBody)
         try:
@@ -178,21 +186,23 @@ def _check_addressee(record: OutcomeRecord, row: SessionRow, verdict: bool) -> N
             raise bad_request(message, "deliver each outcome with the key of its own session")
 
 
-# --- rewards -------------------------------------------------------------------------------------
+# --- rewards ---
 
 
 class TurnNames(Struct, frozen=True, kw_only=True):
-    """The turns a reward may name: all ids, those answered in their order, and how many calls still run."""
+    """Turns that a reward may name."""
 
-    known: dict[str, None]  # for its order, and for looking up
+    known: dict[str, None]  # ordered
     answered: tuple[str, ...]
+    """Ids of committed turns in order."""
     running: int = 0
+    """Number of running calls."""
 
     def named(self, name: str) -> str | None:
         return turn_named(name, self.known, self.answered)
 
     def check(self, session_id: str, name: str) -> None:
-        """The number of a call that has not ended yet is taken on trust: who collects looks again."""
+        """Raises 400 unless the session has the turn. The number of a running call is accepted."""
         number = call_number(name)
         still_running = number is not None and number < len(self.answered) + self.running
         if not still_running and self.named(name) is None:
@@ -210,7 +220,7 @@ def with_rewards(
     turns: TurnNames,
     limits: GatewayLimits = DEFAULT_LIMITS,
 ) -> tuple[dict[str, Any], ...]:
-    """The row's rewards and these. The same again is fine; another value for the same thing is refused."""
+    """Adds rewards to those of the row. Idempotent; raises 409 for another value."""
 
     def about(reward: dict[str, Any]) -> tuple[str | None, str | None]:
         turn = reward.get("turn")
@@ -247,7 +257,7 @@ def _check_new(
 
 
 def submission(row: SessionRow) -> wire.Submission | None:
-    """What the agent handed in, for its verifier to see; None while it has said nothing."""
+    """Returns the agent's submission for its verifier; None if there is none yet."""
     statement = _read_again(row.outcome)
     if statement is None or _failure(row, statement, None):
         return None
@@ -256,9 +266,9 @@ def submission(row: SessionRow) -> wire.Submission | None:
 
 
 def failed_verdict(row: SessionRow, statement: OutcomeReport) -> FailedVerdict | None:
-    """A verdict that is only noted, because another one may follow; None if it counts.
+    """Returns a failed verdict that another one may replace; None if the verdict counts.
 
-    What the policy did wrong is a verdict like any other.
+    A failure of the policy counts.
     """
     digest = hashlib.blake2b(statement.canonical, digest_size=16).hexdigest()
     if recorded := next((failed for failed in row.failed_verdicts if failed.digest == digest), None):
@@ -276,11 +286,11 @@ def graded(row: SessionRow) -> bool:
     return row.verdict is not None or _main(row) is not None
 
 
-# --- where it goes -------------------------------------------------------------------------------
+# --- records ---
 
 
 def check_address(spec: SessionSpec, session_id: str) -> None:
-    """A session of an experiment says all that its outcome is filed under."""
+    """Raises 400 unless a session of an experiment has all ids of its outcome."""
     if spec.exp_id is None:
         return
     missing = [name for name in NEEDED if getattr(spec, name) is None]
@@ -300,12 +310,12 @@ def addressed(row: SessionRow) -> bool:
 
 
 def judged(spec: SessionSpec) -> bool:
-    """Whether the agent's own key cannot give rewards."""
+    """Returns whether the agent's key cannot give rewards."""
     return spec.reward_from == "verifier" or "reward" not in spec.scope
 
 
 def due(row: SessionRow) -> bool:
-    """Whether all has been said that makes the record."""
+    """Returns whether the record is complete."""
     if not addressed(row):
         return False
     rewarded = _main(row) is not None
@@ -319,7 +329,7 @@ def due(row: SessionRow) -> bool:
 def late(
     row: SessionRow, statement: OutcomeReport, turns: TurnNames, limits: GatewayLimits
 ) -> SessionRow | None:
-    """The row as it would be had an outcome come before the session's record was taken; None if it did."""
+    """Returns the row with an outcome that came after finalize; None if it did not or is not complete."""
     if row.phase != "finalized" or row.outcome is not None:
         return None
     rewards = with_rewards(structs.replace(row, phase="completed"), statement.entries, turns, limits)
@@ -328,7 +338,7 @@ def late(
 
 
 def record_of(row: SessionRow) -> OutcomeRecord:
-    """Of a row that is `due`."""
+    """Builds the record of a row that is `due`."""
     spec = row.spec
     agent, verifier = _read_again(row.outcome), _read_again(row.verdict)
     statements = [statement for statement in (agent, verifier) if statement is not None]
@@ -343,7 +353,7 @@ def record_of(row: SessionRow) -> OutcomeRecord:
     outcome = Outcome(
         rollout_id=spec.rollout_id,
         attempt=spec.attempt,
-        # A policy's failure may have a reward; what is broken otherwise has none, whatever was said before.
+        # A failure of the policy may have a reward; other failures have none.
         reward=None if failure and failure.kind is not FailureKind.POLICY else reward,
         rewards={e["name"]: e["reward"] for e in row.rewards if "name" in e and "turn" not in e},
         turn_rewards={e["turn"]: e["reward"] for e in row.rewards if "turn" in e and "name" not in e},
@@ -368,7 +378,7 @@ def record_of(row: SessionRow) -> OutcomeRecord:
 
 
 def _of_both(row: SessionRow) -> dict[str, dict[str, float]]:
-    """Rewards with a name and a turn: by name, then by turn."""
+    """Returns rewards by name, then by turn."""
     by_name: dict[str, dict[str, float]] = {}
     for entry in row.rewards:
         if "name" in entry and "turn" in entry:
@@ -377,7 +387,7 @@ def _of_both(row: SessionRow) -> dict[str, dict[str, float]]:
 
 
 def _main(row: SessionRow) -> float | None:
-    """The reward of the whole attempt."""
+    """Returns the reward of the whole attempt."""
     return next((e["reward"] for e in row.rewards if "name" not in e and "turn" not in e), None)
 
 
@@ -386,7 +396,7 @@ def _failure(row: SessionRow, agent: OutcomeReport | None, verifier: OutcomeRepo
         return verifier.failure
     failure = agent.failure if agent else None
     if failure and judged(row.spec) and (failure.kind, failure.reason) == NO_REWARD:
-        return None  # it was not the agent's to give
+        return None  # the verifier gives the reward
     return failure
 
 

@@ -1,9 +1,8 @@
-"""The parameters of every dialect, and what becomes of each.
+"""Table of request parameters per dialect: honoured, overridden or refused.
 
-A parameter is honoured, overridden by the trainer (the turn has a tag `overridden:NAME`), or refused with
-400 and a remedy. A request with a parameter that is not in the table is refused too. A session that says
-`unsupported: ignore` goes on without what would be refused, and the turn has a tag `ignored:NAME`. The names
-are those of the SDKs' types and of vLLM's extra parameters. `scripts/parameters_page.py` writes
+An overridden parameter is the trainer's choice and tags the turn `overridden:NAME`. A refused or unknown
+one gets 400 with a remedy, or is ignored with the tag `ignored:NAME` in sessions with `unsupported:
+ignore`. Names come from the SDKs' types and vLLM's extra parameters. `scripts/parameters_page.py` writes
 docs/reference/parameters.md from this table.
 """
 
@@ -22,16 +21,16 @@ Handling = Literal["honoured", "overridden", "refused"]
 
 class RequestParameter(Struct, frozen=True):
     name: str
-    """Dotted where it stands in an object: `stream_options.include_usage`."""
+    """Dotted path, such as `stream_options.include_usage`."""
     handling: Handling
     effect: str
-    """What it does here; of a refused one, what to do instead."""
+    """Effect of the parameter; for a refused one, the remedy."""
     off: tuple[Any, ...] = ()
-    """Values of a refused one that ask for nothing: accepted like null and empty ones (but see `bare`)."""
+    """Values of a refused parameter that have no effect and are accepted, besides null and empty ones."""
     unread: bool = False
-    """Whether no dialect reads it, so that the tag of an overridden one is given here."""
+    """Whether no dialect reads it, so that `check` adds the tag."""
     bare: bool = False
-    """Whether an empty object asks for it."""
+    """Whether an empty object is a value."""
 
 
 Entries = list[RequestParameter]
@@ -49,7 +48,7 @@ def refused(remedy: str, names: Mapping[str, tuple[Any, ...]]) -> Entries:
     return [RequestParameter(name, "refused", remedy, off) for name, off in names.items()]
 
 
-# --- what several dialects share -----------------------------------------------------------------
+# --- shared by several dialects ---
 
 NO_EFFECT = "accepted; has no effect on sampling here"
 CHOSEN = "the trainer's, unless the session lets its client choose it (`client_sampling`)"
@@ -117,7 +116,7 @@ BOOKKEEPING = honoured(
     "prompt_cache_retention",
 )
 OURS = honoured("the answer has the ids of the prompt's and the reply's tokens", "return_token_ids")
-# vLLM's extra parameters of Chat Completions and Completions; some of them are of Responses and Messages too.
+# vLLM's extra parameters of Chat Completions and Completions; Responses and Messages have some of them.
 VLLM_SAMPLING = [
     *refused(
         STOPS,
@@ -184,7 +183,7 @@ KWARGS = [
     *honoured(EFFORT, "chat_template_kwargs.reasoning_effort"),
 ]
 
-# --- dialects ------------------------------------------------------------------------------------
+# --- dialects ---
 
 CHAT = [
     *honoured("the conversation", "messages"),
@@ -524,16 +523,14 @@ IGNORE = "or open the session with unsupported='ignore'"
 
 
 def unsupported(name: str, message: str, remedy: str, *, ignore: bool) -> tuple[str, ...]:
-    """The tag of a parameter that the session lets be ignored; otherwise the request is refused."""
+    """Returns the tag of an ignored parameter; raises 400 unless the session ignores it."""
     if ignore:
         return (f"ignored:{name}",)
-    error = bad_request(message, f"{remedy}, {IGNORE}")
-    error.parameter = name
-    raise error
+    raise bad_request(message, f"{remedy}, {IGNORE}", parameter=name)
 
 
 def check(dialect: str, name: str, value: Any, *, ignore: bool) -> tuple[str, ...]:
-    """Looks up a parameter that its dialect does not read; gives the tags of the turn."""
+    """Checks a parameter that the dialect does not read, and returns the tags of the turn."""
     entry = TABLE[dialect].get(name)
     if entry is None:
         return unsupported(
@@ -547,7 +544,7 @@ def check(dialect: str, name: str, value: Any, *, ignore: bool) -> tuple[str, ..
 
 
 def check_within(dialect: str, name: str, values: Mapping[str, Any], *, ignore: bool) -> tuple[str, ...]:
-    """The same for what stands in an object."""
+    """Checks the fields of an object parameter."""
     if _supported(dialect, name, tuple(values)):
         return ()
     tags: list[str] = []

@@ -1,12 +1,4 @@
-"""Which turn does a request extend, and with which ids?
-
-The deepest turn on the same root whose conversation is a prefix of the request's messages becomes the
-parent. What follows it is rendered as a delta: by the family's bridge (T1) or behind a dummy anchor
-(T2), and in the place it really has (T3) where neither is certified or where it holds assistant
-messages that nobody sampled. What none of them can do, or what matches nothing, is a fresh root (T4):
-always right, at the price of another row. Links say where a request that does not simply go on comes
-from: an edit, a fork, a retry, a compaction, a sub-agent.
-"""
+"""Builds the prompt of a request: parent turn, new token ids, links."""
 
 from __future__ import annotations
 
@@ -31,19 +23,25 @@ from afield.turn_tree import TurnTree, chain
 from afield.types import Link, Message, Turn, TurnStatus
 
 RAW = "raw"
-_LATEST = 16  # turns that a new conversation may come from
-_QUOTED = 24  # characters of a reply that, found again in a new conversation, are no coincidence
+_LATEST = 16  # latest turns that are searched for links
+_QUOTED = 24  # characters of a quotation that identify a reply
 
 
 class Match(Struct, frozen=True, kw_only=True):
-    """Where a request stands in the forest, before anything is rendered."""
+    """Position of a request in the turn tree, before rendering."""
 
     root: str
+    """Digest of model, template and tools."""
     messages: tuple[Message, ...]
+    """Conversation with recognised replies."""
     tools_digest: str
+    """Digest of the tools; empty without tools."""
     digests: Sequence[str]
+    """Digest per prefix of the messages."""
     parent: Turn | None = None
+    """Turn that the request continues."""
     depth: int = 0
+    """Messages that the parent covers."""
 
     @property
     def new(self) -> tuple[Message, ...]:
@@ -55,33 +53,45 @@ class Match(Struct, frozen=True, kw_only=True):
 
 
 class Prompt(Struct, frozen=True, kw_only=True):
-    """A spot with the ids that are sent."""
+    """A rendered prompt."""
 
     root: str
+    """Digest of model, template and tools."""
     parent: str | None
+    """Id of the turn that the prompt continues."""
     delta_ids: tuple[int, ...]
+    """New token ids."""
     prompt_ids: tuple[int, ...]
+    """All token ids."""
     base_ids: tuple[int, ...] = ()
+    """Cached prefix of the prompt, for engines that keep it."""
     sent_ids: tuple[int, ...] = ()
+    """Token ids as sent, if images are expanded by the engine."""
     new: tuple[Message, ...]
+    """New messages."""
     request_digest: str
+    """Digest of the conversation."""
     tools_digest: str
+    """Digest of the tools."""
     tier: str
+    """Rendering tier: bridge, append, splice, full or raw."""
     links: tuple[Link, ...] = ()
+    """Origin of a request that does not continue a turn."""
     rules: tuple[str, ...] = ()
-    """The rules by which the new messages were changed to suit the template."""
+    """Message rules that the chat template needed."""
 
 
 class MatchContext(Struct, frozen=True, kw_only=True):
-    """What a session knows that tells turns with the same words apart."""
+    """Facts of the session that distinguish turns with the same text."""
 
     cache: ConversationCache
+    """Session's cache of recognised conversations."""
     missed: frozenset[str] = frozenset()
-    """Turns whose client never got their end: nothing continues one of them by chance."""
+    """Turns that were not delivered: no request continues them by chance."""
     again: frozenset[str] = frozenset()
-    """Turns that whoever repeats their request may get again."""
+    """Turns that may answer a repeated request."""
     thread_of: Callable[[str], str] = lambda _: ""
-    """The client's own name for the conversation that a turn was asked in."""
+    """Returns the client's thread name of a turn."""
 
 
 def find_parent(
@@ -89,8 +99,8 @@ def find_parent(
 ) -> Match:
     match = _match(tree, tokenizer, request, None, context)
     if len(rest := _without_empty(match.new)) < len(match.new):
-        # Some clients put an empty turn that nobody sampled before the one that was. Where leaving it out
-        # leads to no other turn, it was said.
+        # Some clients insert an empty assistant message that was not sampled. It stays if
+        # leaving it out matches no other turn.
         messages = _without_empty(match.messages)
         without = _match(tree, tokenizer, request, messages, context) if messages else match
         return without if len(without.new) < len(rest) else match
@@ -137,7 +147,7 @@ def _says_anything(message: Message) -> bool:
 
 
 class _Heads:
-    """What follows from the tools alone, kept for tools that are the same object again."""
+    """Cache of root key and tools digest per tokenizer and tools object."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -146,7 +156,7 @@ class _Heads:
         )
 
     def of(self, tokenizer: ChatTokenizer, tools: Sequence[Tool]) -> tuple[str, str]:
-        key = (id(tokenizer), id(tools))  # both are held below, so an id is not used again
+        key = (id(tokenizer), id(tools))  # the entry holds both, so that ids are not reused
         if (cached := self._known.get(key)) is None:
             cached = self._known[key] = (tokenizer, tools, tokenizer.root_key(tools), digest_of(tools))
             if len(self._known) > self._size:
@@ -158,7 +168,7 @@ _heads = _Heads(256)
 
 
 def hints(tree: TurnTree, request: ModelRequest, messages: Sequence[Message]) -> Iterator[str]:
-    """Turns the client names: by the marks it echoed, and by the ids of their tool calls."""
+    """Yields turns that the client names by echoed ids or tool-call ids."""
     yield from (hint for hint in request.hints if hint in tree)
     for message in messages:
         for call_id in (*(call.id for call in message.tool_calls), message.tool_call_id):
@@ -167,17 +177,18 @@ def hints(tree: TurnTree, request: ModelRequest, messages: Sequence[Message]) ->
 
 
 class Rendered(Struct, frozen=True):
-    """New ids: behind the parent's, or, with tier T4, the whole prompt."""
+    """New token ids: behind the parent's, or the whole prompt with tier `full`."""
 
     tier: str
+    """Rendering tier."""
     ids: tuple[int, ...]
+    """New token ids."""
     rules: tuple[str, ...] = ()
-    """The rules by which the new messages were changed to suit the template."""
+    """Message rules that the chat template needed."""
 
 
 def render(tokenizer: ChatTokenizer, match: Match, tools: Sequence[Tool]) -> Rendered:
-    """The cost is that of the new messages, unless they need T3 or T4. Touches nothing that changes, so
-    that it may run in a thread."""
+    """Renders the new messages, or all of them for `splice` and `full`. Thread-safe."""
     if match.parent is not None and match.new:
         followed = _follow(tokenizer, match, tools)
         if followed is not None:
@@ -225,7 +236,7 @@ def _prompt(
 
 
 def _follow(tokenizer: ChatTokenizer, match: Match, tools: Sequence[Tool]) -> tuple[str, list[int]] | None:
-    """The ids of the new messages behind the parent's turn, and the tier that gave them."""
+    """Renders the new messages behind the parent's turn, and returns the tier."""
     assert match.parent is not None
     sampled = match.parent.token_ids
     truncated = not sampled or sampled[-1] not in tokenizer.turn_ends
@@ -241,7 +252,7 @@ def _follow(tokenizer: ChatTokenizer, match: Match, tools: Sequence[Tool]) -> tu
 
 
 def _named(match: Match) -> list[Message]:
-    """Results with the names of the tools they come from, for templates that want them."""
+    """Adds tool names to results, for templates that need them."""
     names = {call.id: call.name for message in match.messages for call in message.tool_calls}
     return [
         structs.replace(message, name=message.name or names.get(message.tool_call_id, ""))
@@ -251,7 +262,7 @@ def _named(match: Match) -> list[Message]:
     ]
 
 
-# --- links ---------------------------------------------------------------------------------------
+# --- links ---
 
 
 def _links(tree: TurnTree, match: Match, request: ModelRequest) -> tuple[Link, ...]:
@@ -274,7 +285,7 @@ def _links(tree: TurnTree, match: Match, request: ModelRequest) -> tuple[Link, .
 
 
 def _edited(tree: TurnTree, match: Match) -> Turn | None:
-    """The turn whose place an assistant message takes that nobody sampled."""
+    """Returns the turn that an edited assistant message replaces."""
     for index in range(len(match.messages) - 1, max(match.depth, 1) - 1, -1):
         if match.messages[index].role == "assistant":
             answered = [t for t in tree.asked(match.digests[index - 1]) if t.status is TurnStatus.COMMITTED]
@@ -284,19 +295,19 @@ def _edited(tree: TurnTree, match: Match) -> Turn | None:
 
 
 def _compacted(tree: TurnTree, match: Match) -> Turn | None:
-    """The turn whose reply, usually a summary, somebody else's message quotes."""
+    """Returns the turn whose reply a user or tool message quotes, usually a summary."""
     texts = [message.content for message in match.messages if message.role in ("user", "tool", "developer")]
     return next((turn for turn, reply in _replies(tree) if any(reply in text for text in texts)), None)
 
 
 def _repeated(tree: TurnTree, match: Match) -> Turn | None:
-    """The turn whose reply stands in a conversation under another head: other tools, another beginning."""
+    """Returns the turn whose reply appears in a conversation with other tools or another beginning."""
     texts = {message.content.strip() for message in match.messages if message.role == "assistant"}
     return next((turn for turn, reply in _replies(tree) if reply in texts), None)
 
 
 def _replies(tree: TurnTree) -> Iterator[tuple[Turn, str]]:
-    """The latest ones that are long enough to be known again."""
+    """Yields the latest replies that are long enough to identify."""
     for turn in tree.latest(_LATEST):
         if turn.status is TurnStatus.COMMITTED and turn.messages:
             reply = turn.messages[-1].content.strip()
@@ -305,7 +316,7 @@ def _replies(tree: TurnTree) -> Iterator[tuple[Turn, str]]:
 
 
 def _waiting(tree: TurnTree, match: Match) -> Turn | None:
-    """The latest turn whose tool calls have had no results yet: a sub-agent runs inside one of them."""
+    """Returns the latest turn with pending tool calls: a sub-agent runs inside one of them."""
     answered = {message.tool_call_id for message in match.messages}
     for turn in tree.latest(_LATEST):
         if turn.messages and answered & {call.id for call in turn.messages[-1].tool_calls}:
@@ -317,7 +328,7 @@ def _waiting(tree: TurnTree, match: Match) -> Turn | None:
 
 
 def _other_head(tree: TurnTree, match: Match) -> bool:
-    """Whether tools or system message are other than those of every conversation so far."""
+    """Returns whether tools or system message differ from all conversations so far."""
     head = _system(match.messages)
     return all(turn.root != match.root or _system(turn.messages) != head for turn in tree.roots)
 
@@ -326,15 +337,18 @@ def _system(messages: Sequence[Message]) -> str:
     return messages[0].content if messages and messages[0].role == "system" else ""
 
 
-# --- raw prompts ---------------------------------------------------------------------------------
+# --- raw prompts ---
 
 
 class RawMatch(Struct, frozen=True):
-    """Where a prompt without messages stands: the turn whose prompt and reply it repeats, and the rest."""
+    """Position of a raw prompt: the turn that it continues, and the rest."""
 
     root: str
+    """Digest of the model for raw prompts."""
     parent: Turn | None
+    """Turn that the prompt continues."""
     rest: str | tuple[int, ...]
+    """Text or ids after that turn."""
 
 
 def find_raw_parent(tree: TurnTree, tokenizer: ChatTokenizer, prompt: str | tuple[int, ...]) -> RawMatch:
@@ -351,17 +365,19 @@ def find_raw_parent(tree: TurnTree, tokenizer: ChatTokenizer, prompt: str | tupl
 
 
 def _spells_the_end(tokenizer: ChatTokenizer, turn: Turn, rest: str) -> bool:
-    """Whether a text goes on behind all that a turn sampled. Clients are not shown how a turn ended: a prompt
-    that does not spell its end has none, and is another one than that which the turn belongs to."""
+    """Returns whether a prompt continues after the turn's end token.
+
+    Clients do not see the end token. A prompt without it continues another text.
+    """
     last = turn.token_ids[-1:]
     return not last or last[0] not in tokenizer.stop_ids or rest.startswith(tokenizer.decode(last))
 
 
 def render_raw(tokenizer: ChatTokenizer, match: RawMatch) -> tuple[str, tuple[int, ...]]:
-    """What is new, as text and as ids."""
+    """Returns the new part as text and as ids."""
     if isinstance(match.rest, str):
         ids = tuple(tokenizer.encode_raw(match.rest))
-        # A prompt that spells the end of the turn before it means the one that was sampled.
+        # The end token in the prompt is the sampled one.
         last = match.parent.token_ids[-1:] if match.parent else ()
         spelled = bool(last) and last[0] in tokenizer.stop_ids and ids[:1] == last
         return match.rest, ids[1:] if spelled else ids
@@ -391,7 +407,7 @@ def _raw_text(tree: TurnTree, tokenizer: ChatTokenizer, turn: Turn) -> str:
 
 @lru_cache(maxsize=4096)
 def _text_of(tokenizer: ChatTokenizer, ids: tuple[int, ...]) -> str:
-    """All that a reply says, also what a stop string kept from its client."""
+    """Returns the whole text of a reply, including text after a stop string."""
     parser = tokenizer.plain_parser()
     parser.feed(ids)
     parser.finish()
@@ -405,7 +421,7 @@ def digest_of(tools: Sequence[Tool]) -> str:
     return hashlib.blake2b(body.encode(), digest_size=8).hexdigest()
 
 
-INLINE_CHARACTERS = 8_000  # more new text than this is rendered off the event loop
+INLINE_CHARACTERS = 8_000  # more text is rendered in a thread
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -413,7 +429,7 @@ R = TypeVar("R")
 async def build_limited_prompt(
     session: Session, tokenizer: ChatTokenizer, request: ModelRequest, max_context: int
 ) -> Prompt:
-    """`max_context` is how long a conversation the engine takes."""
+    """Finds the parent and renders the prompt. `max_context` is the engine's context length in tokens."""
     tree = session.tree
     try:
         if request.prompt is not None:
@@ -441,7 +457,7 @@ async def build_limited_prompt(
 
 
 def token_limit(session: Session, request: ModelRequest, prompt: Prompt, max_context: int) -> int:
-    """How many tokens the call may sample: what context, session and client allow."""
+    """Returns the token limit of a call from context, session and request."""
     spec = session.row.spec
     context = _context(session, max_context)
     room = context - len(prompt.prompt_ids)
@@ -452,14 +468,14 @@ def token_limit(session: Session, request: ModelRequest, prompt: Prompt, max_con
 
 
 async def off_loop(size: int, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """What takes long because of its size does not hold up the other calls."""
+    """Runs work in a thread if its size exceeds `INLINE_CHARACTERS`."""
     return (
         await asyncio.to_thread(work, *args, **kwargs) if size > INLINE_CHARACTERS else work(*args, **kwargs)
     )
 
 
 def _with_history(session: Session, request: ModelRequest) -> ModelRequest:
-    """The conversation a client left to us to remember."""
+    """Prepends the stored conversation of the previous response."""
     after = request.after
     turn = session.tree[after] if after is not None and after in session.tree else None
     if turn is None or turn.status is not TurnStatus.COMMITTED or after in session.row.deleted_responses:
@@ -478,7 +494,7 @@ def _context(session: Session, max_context: int) -> int:
 
 
 def _check_size(context: int, tokenizer: ChatTokenizer, characters: int) -> None:
-    """A text that cannot fit is not tokenised to find that out."""
+    """Raises an error for text that cannot fit, without tokenising it."""
     at_least = characters // tokenizer.longest_token
     if at_least > context:
         raise context_exceeded(at_least, context)

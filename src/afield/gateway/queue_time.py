@@ -1,9 +1,8 @@
-"""Who stands in line: how long nobody worked on what a session had asked, as far as the gateway knows.
+"""Queue time: how long calls of a session wait for an engine.
 
-A call stands in line while it has no worker, while sampling is paused, and while its engine has given
-nothing: a streamed one until its first token, any other while its engine says that it had no room for it.
-Calls side by side wait together: no second counts twice. What an engine does not tell of its own queue is
-not known here.
+A call is queued while it has no worker, while sampling is paused, and while its engine has not started
+it: a streamed call until its first token, any other while the engine reports it as waiting. Parallel
+calls of a session count once. Queues that an engine does not report are unknown here.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class _SessionWait:
         self.waiting: set[Hashable] = set()
         self.since = 0.0
         self.total = 0.0
-        self.until = 0.0  # what was before this has been counted
+        self.until = 0.0  # everything before this is counted
 
     def count(self, start: float, end: float) -> None:
         self.total += max(0.0, end - max(start, self.until))
@@ -38,7 +37,7 @@ class QueueTime:
         self._sessions: dict[str, _SessionWait] = {}
 
     def enter(self, session_id: str, call: Hashable) -> None:
-        """Repeating is harmless, as is leaving twice."""
+        """Marks a call as queued. Idempotent, as is `leave`."""
         wait = self._sessions.setdefault(session_id, _SessionWait())
         if not wait.waiting:
             wait.since = self._clock()
@@ -53,7 +52,7 @@ class QueueTime:
             wait.count(wait.since, self._clock())
 
     def add(self, session_id: str, start: float, end: float) -> None:
-        """A wait that is known only when it is over."""
+        """Adds a wait that is known after its end."""
         if end > start:
             self._sessions.setdefault(session_id, _SessionWait()).count(start, end)
 
@@ -74,7 +73,11 @@ ANSWER_S = 5.0
 
 
 class QueueWatch:
-    """`run` goes on until it is cancelled; `look` is one look at all workers."""
+    """Asks engines for the number of waiting calls, for calls that are not streamed.
+
+    Engines serve queues in order, so the newest calls without output are the waiting ones. An engine is
+    asked while such calls are older than `LOOK_S`. `run` repeats `look` until cancelled.
+    """
 
     def __init__(self, queue_time: QueueTime, workers: Callable[[], Iterable[EngineWorker]]) -> None:
         self._line = queue_time
@@ -107,5 +110,5 @@ class QueueWatch:
             async with asyncio.timeout(ANSWER_S):
                 return await worker.engine.waiting()
         except (AfieldError, OSError, ValueError) as error:
-            log.debug("worker %s does not say how many calls wait: %s", worker.id, error)
+            log.debug("worker %s: queue length unknown error=%s", worker.id, error)
             return None

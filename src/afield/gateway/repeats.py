@@ -1,16 +1,7 @@
-"""Answers to a repeated request that their client did not use (pure).
+"""Excludes unused answers to repeated requests (pure).
 
-Decided over the whole record, whatever the order in which calls began and ended. Of several answers to one
-request that nothing continues:
-
-1. one that was cut off, before the same was asked with more room, is `superseded`;
-2. beside an answer that was used, the others are `abandoned`;
-3. where none was used, and all but the first were asked for by retries, all but the last are `abandoned`.
-
-An answer is used when a later call continues it, a link names it, or a later message of a user or a tool
-quotes it; a quotation of words that another answer said too, one that a call continues or a link names, is of
-that other one. Otherwise, where none was used, nothing tells which one its client took, and all of them
-count.
+The rules apply to the whole record, independent of the order of calls. Of several answers to one request
+that nothing continues:
 """
 
 from __future__ import annotations
@@ -21,15 +12,17 @@ from afield.exclusions import AbandonedAnswers, ExclusionReason
 from afield.turn_tree import TurnTree
 from afield.types import Constraint, FinishReason, Turn, TurnStatus
 
-QUOTED = 24  # characters of an answer that, found again in a later message, are no coincidence
-RETRY = "retry"  # tag of a turn whose client said that it asks again
+QUOTED = 24  # characters of a quotation that identify an answer
+RETRY = "retry"  # tag of a turn whose client marked the request as a retry
 
 
 def excluded(
     tree: TurnTree, policy: AbandonedAnswers = "exclude", recorded: Container[str] = ()
 ) -> dict[str, str]:
-    """The turns to keep out of the loss, and why. With `train` only those that are superseded. Those that are
-    `recorded` as missed by their client are nobody's answers."""
+    """Returns the turns to exclude and their reasons.
+
+    With policy `train` only superseded ones. Turns in `recorded` are undelivered and not considered.
+    """
     answers: dict[tuple[str, str | None, Constraint | None], list[Turn]] = {}
     for turn in tree.turns:
         if turn.status is TurnStatus.COMMITTED and turn.id not in recorded:
@@ -50,12 +43,12 @@ def excluded(
 
 
 def _retried(turn: Turn, group: Sequence[Turn]) -> bool:
-    """Whether the later ones of one request all say that they are its retries, and this is not the last."""
+    """Returns whether all later answers are retries and this is not the last one."""
     return turn is not group[-1] and all(RETRY in later.tags for later in group[1:])
 
 
 def _cut_off(turn: Turn, group: Sequence[Turn]) -> bool:
-    """Whether a later one of the same request had more room than this one, which ran out of it."""
+    """Returns whether a later answer had a higher token limit than this one, which hit its limit."""
     if turn.finish_reason is not FinishReason.LENGTH:
         return False
     room = turn.sampling.max_tokens or 0

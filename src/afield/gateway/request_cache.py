@@ -1,9 +1,8 @@
-"""What was read before need not be read again.
+"""Caches of decoded and recognised conversations, per session.
 
-Clients send the whole conversation with every request, and all of it but the end is what they sent the
-last time. A session remembers its latest conversations, as they came and as they were understood, and
-takes up where one of them ended: the work is that of the new messages. It is a memory only: what it does
-not know is read from the beginning, with the same result.
+Clients send the whole conversation with every request. `MessageCache` decodes only the bytes after a
+known prefix; `ConversationCache` recognises echoed replies only in new messages. Both give the same
+result as a full read.
 """
 
 from __future__ import annotations
@@ -13,20 +12,24 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from afield.gateway.echoed_turns import match_replies, moved, recognised, turn_of
+from afield.gateway.echoed_turns import match_replies, moved, recognise_replies, turn_of
 from afield.turn_tree import TurnTree
 from afield.types import Message
 
-CONVERSATIONS = 3  # a harness and its sub-agents take turns
+CONVERSATIONS = 3  # a harness and its sub-agents alternate
 
 
 class ReadConversation(Struct, frozen=True):
-    """A conversation: as it came, as it was understood, and a digest for each of its prefixes."""
+    """A conversation as sent and as recognised, with a digest per prefix."""
 
     root: str
+    """Root of the conversation."""
     came: tuple[Message, ...]
+    """Messages as sent."""
     messages: tuple[Message, ...]
+    """Messages with recognised replies."""
     digests: list[str]
+    """Digest per prefix."""
 
 
 class ConversationCache:
@@ -36,15 +39,15 @@ class ConversationCache:
     def read(
         self, tree: TurnTree, root: str, messages_in: tuple[Message, ...]
     ) -> tuple[tuple[Message, ...], Sequence[str]]:
-        """The messages with our own turns recognised, and their digests."""
+        """Returns the messages with recognised replies, and their digests."""
         shares = [(_shared(tree, read, root, messages_in), read) for read in self._read]
         shared, cached = max(shares, key=lambda pair: pair[0], default=(0, None))
         if cached is None or not shared:
-            messages, digests = match_replies(tree, root, recognised(tree, messages_in))
+            messages, digests = match_replies(tree, root, recognise_replies(tree, messages_in))
             read = ReadConversation(root, messages_in, messages, digests)
         else:
             digests = cached.digests[:shared]
-            new, more = match_replies(tree, digests[-1], recognised(tree, messages_in[shared:]))
+            new, more = match_replies(tree, digests[-1], recognise_replies(tree, messages_in[shared:]))
             read = ReadConversation(root, messages_in, cached.messages[:shared] + new, digests + more)
             self._read.remove(cached)
         self._read.append(read)
@@ -52,14 +55,14 @@ class ConversationCache:
 
 
 def _shared(tree: TurnTree, read: ReadConversation, root: str, messages: tuple[Message, ...]) -> int:
-    """How many messages at the beginning can be taken from a conversation that was read before."""
+    """Returns how many leading messages a cached conversation covers."""
     if read.root != root or len(read.came) != len(read.messages):
         return 0
     length = min(len(messages), len(read.came))
     if messages[:length] != read.came[:length]:
         pairs = enumerate(zip(messages, read.came, strict=False))
         length = next(n for n, (new, old) in pairs if new is not old and new != old)
-    # Results are put in order with the turn that asked for them, so the two are not taken apart.
+    # A turn and its results are recognised together.
     while length and length < len(messages) and messages[length].role == "tool":
         length -= 1
     if length == len(messages):
@@ -68,7 +71,7 @@ def _shared(tree: TurnTree, read: ReadConversation, root: str, messages: tuple[M
 
 
 def _begins(tree: TurnTree, messages: tuple[Message, ...], index: int) -> bool:
-    """Whether an assistant message is the first of its turn."""
+    """Returns whether an assistant message is the first of its turn."""
     if index == 0 or messages[index - 1].role != "tool":
         return index == 0 or messages[index - 1].role != "assistant"
     before = next((m for m in reversed(messages[:index]) if m.role == "assistant"), None)
@@ -87,7 +90,7 @@ class MessageCache:
         self._read: deque[tuple[bytes, Messages]] = deque(maxlen=CONVERSATIONS)
 
     def read(self, raw: bytes, decode: Callable[[bytes, int], Messages]) -> Messages:
-        """The messages of a JSON array; `decode` is told how many came before those it is given."""
+        """Decodes a JSON array of messages. `decode` gets the bytes and the index of the first message."""
         for entry in self._read:
             cached, messages = entry
             if len(raw) > len(cached) and raw[len(cached) - 1] == COMMA and raw.startswith(cached[:-1]):

@@ -1,8 +1,7 @@
-"""From a decoded request to bytes on the wire: one call's answer, whole or as a stream.
+"""Responds to one model call, whole or as a stream.
 
-A client that leaves ends its call: what was sampled stays as an aborted partial, or, when the turn was
-already committed, as one that was not delivered and goes to the client that asks again. While nothing
-is sampled the stream carries the dialect's own keepalives.
+A disconnect ends the call. What was sampled becomes an aborted turn, or an undelivered one if it was
+already committed. Streams send the dialect's keepalives while nothing is sampled.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from afield.gateway.service import LocalGateway
 from afield.gateway.sessions import Session
 
 KEEPALIVE_S = 10.0
-# Codex compacts when a stream fails for this reason; the same as an HTTP error ends its run.
+# Codex compacts after this error in a stream, and gives up after the same as an HTTP error.
 TOLD_IN_STREAM = {("responses", "context_length_exceeded")}
 
 
@@ -98,7 +97,7 @@ class Responder:
     async def _keep_alive(self, encoder: StreamEncoder, out: ByteStream) -> None:
         while True:
             seen = out.sent
-            # Silence may begin right after a look, and is then as long as two of them.
+            # Silence may begin right after a check, and lasts two intervals at most.
             await asyncio.sleep(self._keepalive_s / 2)
             if out.sent == seen:
                 await out.emit(encoder.keepalive())
@@ -121,7 +120,7 @@ def _why_ended(session: Session) -> ApiError:
 async def _tell_the_end(ended: ApiError, encoder: StreamEncoder | None, out: ByteStream) -> None:
     if encoder is None or not out.started:
         raise ended from None
-    with suppress(TimeoutError):  # a client that no longer reads is not waited for
+    with suppress(TimeoutError):  # the client may no longer read
         async with asyncio.timeout(1):
             await out.close(encoder.error(ended))
 
@@ -129,5 +128,5 @@ async def _tell_the_end(ended: ApiError, encoder: StreamEncoder | None, out: Byt
 async def _cancel_when_gone(receive: Receive, task: asyncio.Task[Any], out: ByteStream) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    if not out.delivered:  # after its answer a client may go, and servers say that it has
+    if not out.delivered:  # a disconnect after the answer is normal
         task.cancel()

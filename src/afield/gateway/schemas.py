@@ -1,9 +1,8 @@
-"""JSON schemas that can be enforced, written so that whatever the grammar allows is valid.
+"""Rewrites JSON schemas so that the grammar library enforces them.
 
-The library behind constraints passes over some keywords and reads others loosely. Here a schema is rewritten
-with those it enforces (a type that is missing is filled in, a length becomes a pattern, and so on), and what
-cannot be enforced is refused by the name of its keyword. What is rewritten may allow less than the schema
-does, never more.
+The library ignores some keywords and reads others loosely. `enforceable` rewrites a schema with the
+keywords that are enforced (missing types are added, lengths become patterns) and raises for others. The
+result may allow less than the schema, never more.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from typing import Any
 
 MAX_CHARACTERS = 1 << 17
 MAX_DEPTH = 48
-MAX_REPEATS = 100_000  # of what is repeated
+MAX_REPEATS = 100_000  # maximum of repetition bounds
 
 Schema = dict[str, Any]
 
 
 class Unenforceable(ValueError):
-    """A keyword that cannot be enforced, and where it stands."""
+    """A keyword that cannot be enforced, with its path."""
 
     def __init__(self, keyword: str, path: str, reason: str = "") -> None:
         super().__init__(
@@ -33,7 +32,7 @@ class Unenforceable(ValueError):
 ANNOTATIONS = {
     *("title", "description", "default", "examples", "example", "$comment", "$schema", "$id", "deprecated"),
     *("readOnly", "writeOnly", "discriminator", "contentMediaType", "contentEncoding", "propertyOrdering"),
-    "strict",  # OpenAI's, which some write into the schema
+    "strict",  # an OpenAI field that some clients put into the schema
 }
 DEFINITIONS = ("$defs", "definitions")
 FAMILIES: dict[str, set[str]] = {
@@ -53,14 +52,21 @@ FORMATS = {
     *("email", "date", "time", "date-time", "duration", "ipv6", "hostname", "uuid", "uri", "uri-reference"),
     *("uri-template", "json-pointer", "relative-json-pointer"),
 }
-ANNOTATION_FORMATS = {"password", "enum", "int32", "int64", "float", "double"}  # formats that bound nothing
+ANNOTATION_FORMATS = {
+    "password",
+    "enum",
+    "int32",
+    "int64",
+    "float",
+    "double",
+}  # formats without an effect on validation
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _IPV4 = rf"^{_BYTE}(\.{_BYTE}){{3}}$"
-# Characters that a JSON string has as they are, but for half surrogates, which no text has.
+# Characters that JSON strings contain unescaped, without surrogates.
 _CHARACTER = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
 _UNREAD = re.compile(r"\(\?(?!:)|\\[bBkpPux1-9]")
-_ESCAPED = re.compile(r'"|\\\\')  # what JSON writes in another way than it is
-MAX_COUNTED_PROPERTIES = 64  # properties of an object that has a least or a most number of them
+_ESCAPED = re.compile(r'"|\\\\')  # characters that JSON escapes
+MAX_COUNTED_PROPERTIES = 64  # properties of an object with minProperties or maxProperties
 _MAY_BE_NULL = ("const", "enum", "default")
 
 
@@ -108,11 +114,11 @@ SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "enum": (lambda value: isinstance(value, list), "a list"),
     "type": (lambda value: _name(value) or bool(value and _names(value)), "a string, or a list of strings"),
 }
-"""What a keyword has to be, whether or not it can be enforced."""
+"""Validator and expected type of each keyword."""
 
 
 def enforceable(schema: Any, *, name: str = "the JSON schema") -> Any:
-    """The schema as it is given to the grammar. ValueError for one that cannot be enforced."""
+    """Returns the schema for the grammar. Raises ValueError if it cannot be enforced."""
     try:
         if len(json.dumps(schema)) > MAX_CHARACTERS:
             raise ValueError(f"{name} has more than {MAX_CHARACTERS} characters")
@@ -127,7 +133,7 @@ def enforceable(schema: Any, *, name: str = "the JSON schema") -> Any:
 
 
 def _well_formed(node: Schema, path: str) -> Schema:
-    """The keywords that say something: null is as good as none. ValueError for one that no schema has so."""
+    """Drops null keywords. Raises ValueError for a keyword with an invalid value."""
     keywords = {key: value for key, value in node.items() if value is not None or key in _MAY_BE_NULL}
     for keyword, value in keywords.items():
         if keyword in SHAPES and not SHAPES[keyword][0](value):
@@ -138,8 +144,9 @@ def _well_formed(node: Schema, path: str) -> Schema:
 
 
 def check_pattern(pattern: str, keyword: str, path: str = "") -> str:
-    """Refuse a regular expression with parts that would be read in another way; of one that is a `keyword` of
-    a schema, what stands in JSON strings otherwise than it is."""
+    """Returns a pattern that the grammar reads as Python does. Raises Unenforceable for other syntax, and
+    for characters that JSON escapes.
+    """
     if match := _UNREAD.search(pattern) or (_ESCAPED.search(pattern) if keyword != "regex" else None):
         raise Unenforceable(keyword, path, f": its part {match[0]!r}")
     try:
@@ -234,7 +241,7 @@ class _SchemaRewriter:
         return {"anyOf": [self.read(option, f"{path}/{keyword}/{n}") for n, option in enumerate(options)]}
 
     def _disjoint(self, options: list[Any]) -> bool:
-        """Whether no value can be of two of them: by type, or by a constant that each requires."""
+        """Returns whether no value can match two options: by type, or by a required constant."""
         full = [self._resolved(option) for option in options]
         kinds = [_types(option) | ({"null"} if option.get("nullable") else set()) for option in full]
         names = {"number" if kind == "integer" else kind for given in kinds for kind in given}
@@ -274,13 +281,13 @@ class _SchemaRewriter:
             if unknown := sorted(node):
                 raise Unenforceable(unknown[0], path)
             return {}
-        if unknown := sorted(node.keys() - KEYWORDS):  # those of other types say nothing about these
+        if unknown := sorted(node.keys() - KEYWORDS):  # keywords of other types have no effect
             raise Unenforceable(unknown[0], path)
         parts = [self._of_kind(kind, node, path) for kind in kinds]
         return parts[0] if len(parts) == 1 else {"anyOf": parts}
 
     def _guessed(self, node: Schema) -> list[str]:
-        """The type that keywords without one are about."""
+        """Returns the types to which the keywords of a node without type belong."""
         kinds = [
             kind
             for kind, keywords in FAMILIES.items()
@@ -365,7 +372,7 @@ class _SchemaRewriter:
         return {"type": "object", **fields, "required": required, "additionalProperties": more, **rest}
 
     def _open(self, node: Schema, path: str) -> Schema:
-        """Objects by the names of their keys, and nothing else beside."""
+        """Rewrites an object with patternProperties."""
         keyword = "patternProperties" if "patternProperties" in node else "propertyNames"
         allowed = {keyword, "minProperties", "maxProperties"}
         if others := sorted(node.keys() - allowed - {"additionalProperties"}):
@@ -408,7 +415,7 @@ def _types(node: Any) -> set[str]:
 
 
 def _of_types(option: Any, types: set[str], path: str) -> Any:
-    """An option that is also of one of these types; None where no value can be."""
+    """Restricts an option to `types`; None if no value remains."""
     if not isinstance(option, dict):
         return {"type": sorted(types)} if option is True else option
     option = _well_formed(option, path)
@@ -422,7 +429,7 @@ def _of_types(option: Any, types: set[str], path: str) -> Any:
 
 
 def _identity(value: Any) -> str:
-    """The same text for values that JSON Schema takes for equal: 1 and 1.0, and not 1 and true."""
+    """Returns the same text for values that are equal in JSON Schema: 1 and 1.0, but not 1 and true."""
     if isinstance(value, list):
         return f"[{','.join(map(_identity, value))}]"
     if isinstance(value, dict):

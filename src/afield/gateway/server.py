@@ -1,8 +1,8 @@
-"""HTTP connections with limits: per address, and in time for heads and bodies of requests.
+"""HTTP server: uvicorn with connection limits and connections passed from the front.
 
-A sweep counts how often it finds a connection waiting for its client, and closes it when that is too often.
-Connections keep only counters, so a request pays a few assignments; a process that stood still itself for a
-while counts that as one sweep, and closes nobody for it.
+A periodic sweep counts how often it finds a connection waiting for its client, and closes it above the
+limit. Connections keep counters only, so that a request costs a few assignments. A process that was
+suspended counts one sweep.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ log = logging.getLogger("afield.gateway")
 
 
 class ConnectionLimits(Struct, frozen=True, kw_only=True):
-    """What clients may take of connections."""
+    """Limits for client connections."""
 
     per_address: int = 16_384
-    """Connections from one address at once (default: 16,384)."""
+    """Connections per address (default: 16,384)."""
     head_s: float = 30.0
-    """Seconds for the head of a request, from its first byte or from the connection (default: 30)."""
+    """Seconds for the head of a request, from the connection or the first byte (default: 30)."""
     body_s: float = 30.0
-    """Seconds for the body of a request, besides what its size allows (default: 30)."""
+    """Seconds for the body of a request, plus the time that its size allows (default: 30)."""
     body_rate: float = 4096.0
-    """Bytes per second that a longer body must come at (default: 4,096)."""
+    """Minimum rate of long bodies in bytes per second (default: 4,096)."""
     poll_interval_s: float = 2.0
-    """Seconds between two sweeps (default: 2)."""
+    """Seconds between sweeps (default: 2)."""
 
 
 class Connections:
-    """All connections of one server from outside."""
+    """External connections of one server."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
@@ -55,7 +55,7 @@ class Connections:
         self.open: set[LimitedHttp] = set()
 
     async def sweep(self) -> None:
-        """Until cancelled."""
+        """Closes connections that time out, until cancelled."""
         while True:
             await asyncio.sleep(self.limits.poll_interval_s)
             for connection in [one for one in self.open if one.waits]:
@@ -65,7 +65,7 @@ class Connections:
 
 
 class LimitedHttp(HttpToolsProtocol):
-    """`waits` while the next byte has to come from the client."""
+    """An HTTP connection with timeouts; `waits` while the client has to send the next byte."""
 
     def __init__(self, connections: Connections, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
@@ -78,7 +78,7 @@ class LimitedHttp(HttpToolsProtocol):
         self._received = 0
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Who asks for a web socket is told in the answer that there is none; the log stays as it is."""
+        """Logs nothing: the response tells the client that there are no web sockets."""
 
     def allowed_s(self) -> float:
         limits = self._all.limits
@@ -93,7 +93,7 @@ class LimitedHttp(HttpToolsProtocol):
         if self._begun and not answering:
             part = "body" if self._in_body else "head"
             message = f"the {part} of the request did not come within {self.allowed_s():g} s"
-            log.info("connection from %s closed: %s", self._address, message)
+            log.info("connection %s: closed reason=%s", self._address, message)
             self._write_error(ApiError(408, "request_timeout", message, "send it faster"))
         self.transport.close()
 
@@ -108,7 +108,7 @@ class LimitedHttp(HttpToolsProtocol):
         limit = self._all.limits.per_address
         if self._all.by_address[self._address] > limit:
             message = f"{self._address} has {limit} connections, the most allowed"
-            log.warning("connection refused: %s", message)
+            log.warning("connection: refused reason=%s", message)
             self._write_error(ApiError(503, "too_many_connections", message, "close some, or try again"))
             transport.close()
 
@@ -159,11 +159,11 @@ class LimitedHttp(HttpToolsProtocol):
 class _GatewayServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Signals are for whoever runs the event loop; a gateway that is cancelled stops in good order."""
+        """Leaves signals to the caller's event loop."""
         yield
 
     def take(self, connection: socket.socket) -> None:
-        """Serve a connection that somebody else accepted."""
+        """Serves a connection that the front accepted."""
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         task = asyncio.create_task(self._connect(connection))
@@ -187,7 +187,7 @@ async def serve(
     link: int | None = None,
     connections: ConnectionLimits | None = None,
 ) -> None:
-    """Until cancelled. With `link`, connections also come from the front, through that descriptor."""
+    """Serves until cancelled. `link` is the descriptor from which the front's connections come."""
     limited = Connections(connections or ConnectionLimits())
     config = uvicorn.Config(
         GatewayApp(gateway),
@@ -199,7 +199,7 @@ async def serve(
         server_header=False,
         date_header=False,
         lifespan="off",
-        ws="none",  # who asks for a web socket gets the answer to a GET: there is none
+        ws="none",  # an upgrade request gets the response to its GET
         timeout_graceful_shutdown=5,
         timeout_keep_alive=30,
     )

@@ -1,4 +1,4 @@
-"""The gateway without HTTP: what the control API does, and the Gateway seam in process."""
+"""The gateway without HTTP: `interfaces.Gateway` in process, and the admin operations."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ PRUNE_EVERY_S = 600.0
 
 
 class LocalGateway:
-    """`async with` opens the store; the engine is started by whoever made it.
+    """A gateway with its store, sessions and engine pool. The caller enters `engine` and `outlet`.
 
-    With an `outlet`, which is entered by whoever made it too, outcomes of sessions that say their
-    experiment go on to it. `ending_s` is how long calls may take to end when their session does. With
-    `path_keys`, base URLs carry the session's key, for clients that cannot send one.
+    `outlet` receives the outcomes of sessions with an experiment. `ending_s` is the time for running
+    calls to end with their session. With `path_keys`, base URLs contain the session key, for clients that
+    cannot send one.
     """
 
     def __init__(
@@ -133,13 +133,13 @@ class LocalGateway:
         return self.credentials(session)
 
     async def open_session(self, spec: SessionSpec) -> tuple[Session, bool]:
-        """The session, and whether it is new."""
+        """Opens a session; returns it and whether it is new."""
         if self._outlet is not None:
             outcomes.check_address(spec, spec.id or "")
         return await self.sessions.open(spec)
 
     def _forget(self, session_id: str) -> None:
-        """Nothing of a session that is over stays in memory."""
+        """Frees the memory of a closed session."""
         self.keys.forget(session_id)
         self.engine.forget(session_id)
 
@@ -174,7 +174,7 @@ class LocalGateway:
         )
 
     async def health(self) -> tuple[int, dict[str, Any]]:
-        """200 while there is an engine to ask."""
+        """Returns 200 while an engine is ready, else 503."""
         info = await self.engine.info()
         ready = sum(worker["ready"] for worker in self.engine.stats()["workers"].values())
         status = "ok" if ready else "no engine is up"
@@ -183,7 +183,7 @@ class LocalGateway:
         return (200 if ready else 503), fields
 
     async def exposition(self) -> str:
-        """The numbers of all processes that serve together."""
+        """Returns the metrics page of all processes."""
         snapshots = [self.snapshot()]
         if self.shard:
             others = await self.shard.gather("/metrics/snapshot", self._admin_key)
@@ -209,25 +209,25 @@ class LocalGateway:
             try:
                 ended, idle = await self.sessions.reap(), await self.header_keys.close_idle()
             except Unavailable as error:
-                log.error("sessions that have outlived their time are not ended yet: %s", error)
+                log.error("sessions: expiry failed, retrying error=%s", error)
                 continue
             if ended:
-                log.info("%d sessions had outlived their time and were ended", ended)
+                log.info("sessions: expired sessions aborted count=%d", ended)
             if idle:
-                log.info("%d sessions of header keys were idle and are completed", idle)
+                log.info("header keys: idle sessions completed count=%d", idle)
 
     async def _prune(self) -> None:
-        """Not at once: a collector that starts with this gateway may still want sessions of before."""
+        """Waits first: a collector that starts with this gateway may need earlier sessions."""
         while True:
             await asyncio.sleep(PRUNE_EVERY_S)
             try:
                 removed = await self.sessions.prune(self._keep_sessions_s)
             except Unavailable as error:
-                log.error("store: sessions that are over are not removed yet: %s", error)
+                log.error("store: removal of closed sessions failed, retrying error=%s", error)
                 continue
             if removed:
                 hours = self._keep_sessions_s / 3600
-                log.info("store: %d sessions removed, over for more than %g h", removed, hours)
+                log.info("store: closed sessions removed count=%d keep_hours=%g", removed, hours)
 
     async def _watch_lag(self) -> None:
         while True:
@@ -251,7 +251,7 @@ class LocalGateway:
     async def list_sessions(
         self, phase: str | None, limit: int, after: str, key_id: str = ""
     ) -> list[SessionState]:
-        """Of all processes, by id; with `key_id` those that this header key named."""
+        """Lists sessions of all processes by id; `key_id` selects those of a header key."""
         states = await self.states(self._store.session_ids(phase, limit, after, key_id))
         return [states[session_id] for session_id in sorted(states)]
 
@@ -266,7 +266,7 @@ class LocalGateway:
         first = session.phase is not SessionPhase.FINALIZED
         await self.sessions.finalize(session)
         if first:
-            # In two steps: `+=` reads the sum before it waits, and loses what others add meanwhile.
+            # In two steps: `+=` would read the sum before the await.
             drifted = await asyncio.to_thread(self._drifted, session.tree.turns)
             self.metrics.drift += drifted
             self.metrics.excluded_from(session.excluded)
@@ -276,7 +276,7 @@ class LocalGateway:
         return outcomes.submission(self.sessions.get(session_id).row)
 
     def _drifted(self, turns: list[Turn]) -> int:
-        """How many turns would have become other ids by way of their text."""
+        """Counts the turns whose text encodes to other ids."""
         committed = [turn.token_ids for turn in turns if turn.status is TurnStatus.COMMITTED]
         spelled = ((ids, self.tokenizer.decode(ids)) for ids in committed)
         return sum(tuple(self.tokenizer.encode_raw(text)) != ids for ids, text in spelled)
@@ -292,19 +292,19 @@ class LocalGateway:
         )
 
     def _images(self, session_id: str, rows: Sequence[Trajectory]) -> tuple[Image, ...]:
-        """Those that stand in rows, each once."""
+        """Returns the images of the rows, each once."""
         digests = dict.fromkeys(image.digest for row in rows for image in row.images)
         return tuple(self._store.image(session_id, digest) for digest in digests)
 
     def dangling(self, session: Session) -> list[Exclusion]:
-        """Calls the gateway died under: what they sampled is unknown, and that is said."""
+        """Returns the calls that a gateway crash left without an end."""
         turns = [row.turn for row in session.rows.values()]
         return [
             Exclusion(t.id, 0, ExclusionReason.DANGLING) for t in turns if t.status is TurnStatus.DANGLING
         ]
 
     def excluded(self, session: Session) -> dict[str, str]:
-        """Turns that are not trained, and why: side calls, answers nobody got, answers asked for again."""
+        """Returns the excluded turns and their reasons."""
         return session.excluded_turns()
 
     async def publish(self, policy: Policy, path: str) -> None:
@@ -312,26 +312,28 @@ class LocalGateway:
         await self._store.put_policy(PublishedPolicy(self.tokenizer.name, policy.version, path))
 
     async def _serve_published(self) -> None:
-        """After a restart an engine may have other weights than those that were published last."""
+        """Loads the published weights again after a restart."""
         published = self._store.policy
         if published is None or published.version == await self.version():
             return
         if published.model != self.tokenizer.name:
-            message = "version %d of %s was published here before; %s is another model and starts as it is"
+            message = "policy: published weights are of another model version=%d model=%s serving=%s"
             log.warning(message, published.version, published.model, self.tokenizer.name)
             return
         try:
             await self.engine.load(published.version, published.path)
         except (UsageError, Unavailable, Conflict) as error:
-            message = "version %d, published before from %s, is not loaded again: %s; version %d is served"
+            message = "policy: published weights not loaded version=%d path=%s error=%s serving=%d"
             log.error(message, published.version, published.path, error, await self.version())
         else:
-            log.info("version %d is loaded again from %s", published.version, published.path)
+            log.info(
+                "policy: published weights loaded again version=%d path=%s", published.version, published.path
+            )
 
-    # --- outcomes ---------------------------------------------------------------------------------
+    # --- outcomes ---
 
     async def record_outcome(self, session: Session, statement: OutcomeReport, *, verdict: bool) -> None:
-        """Durable here first, then in the store of outcomes, where it stands or is refused."""
+        """Stores an outcome, then delivers it to the transport."""
         if self._outbox is None and statement.record is not None and session.row.spec.exp_id is not None:
             raise bad_request("this gateway passes no outcomes on", "start it with --outcomes")
         late = None
@@ -344,7 +346,7 @@ class LocalGateway:
         await self.deliver(session)
 
     async def deliver(self, session: Session) -> None:
-        """If an outcome is due, it is brought to where it counts."""
+        """Delivers the session's outcome if it is due."""
         if self._outbox:
             await self._outbox.deliver(session)
 
@@ -365,7 +367,7 @@ class LocalGateway:
         )
 
     async def wait(self, session_id: str, deadline: Callable[[], float]) -> SessionState:
-        """Until the session is no longer open, or no time is left."""
+        """Waits until the session is closed or the deadline passes."""
         session = self.sessions.get(session_id)
         while session.phase is SessionPhase.OPEN and (timeout := deadline()) > 0:
             try:

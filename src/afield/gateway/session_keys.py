@@ -1,8 +1,8 @@
-"""Session keys: capabilities that name their session and what they may do, signed by the gateway.
+"""Session keys and header keys: signed API keys, and the secret that signs them.
 
-A key is `afk-SESSION~SCOPES~NONCE~MAC`. It needs no table, survives a restart (see
-`signing_secret`), opens nothing but its own session, and ends with it. A header key (see `header_keys`) is
-`afh-ID~HEADER~NONCE~MAC`: it says which header of a request names the session.
+A session key is `afk-SESSION~SCOPES~NONCE~MAC`. It needs no table, survives a restart and ends with its
+session. A header key is `afh-ID~HEADER~NONCE~MAC` (see `header_keys`). The secret is a file outside the
+store, named by the store's id, so that a moved store keeps its keys and processes share them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PREFIX = "afk-"
 HEADER_PREFIX = "afh-"
 PLAIN_VALUE = re.compile(r"[A-Za-z0-9_-](?:[A-Za-z0-9._-]{0,63})")
 UNUSUAL = re.compile(r"[^A-Za-z0-9_-]")
-SHOWN = 40  # characters of a header's value that are shown in an id which cannot hold all of it
+SHOWN = 40  # characters of a header value that a derived session id shows
 REMEMBERED = 8192
 
 
 class KeyScope(StrEnum):
-    """`outcome` is the right to say that the work is done, without a word on its reward."""
+    """Permission of a key; `outcome` reports the end of the work without a reward."""
 
     INFER = "infer"
     REWARD = "reward"
@@ -38,20 +38,23 @@ class KeyScope(StrEnum):
 
 
 class Grant(Struct, frozen=True):
-    """`nonce` is the session's own: another session of the same id has another one."""
+    """Permissions of a checked key. The nonce differs between sessions with the same id."""
 
     session_id: str
+    """Session of the key; empty for a header key."""
     scopes: frozenset[KeyScope]
+    """Permissions."""
     nonce: str
+    """Nonce of the session."""
 
 
 def session_named_by(key: str) -> str | None:
-    """Which session a key is for, whether or not it is a good one."""
+    """Returns the session id in a key, without checking the key."""
     return key[len(PREFIX) :].partition("~")[0] or None if key.startswith(PREFIX) else None
 
 
 class HeaderKeyParts(Struct, frozen=True):
-    """What a header key says of itself, whether or not it is a good one."""
+    """Fields of a header key, without checking it."""
 
     id: str
     header: str
@@ -66,8 +69,8 @@ def split_header_key(key: str) -> HeaderKeyParts | None:
 
 
 def header_session_id(key_id: str, value: str) -> str:
-    """The session that a header's value names: the value itself where it can be an id, else what can be shown
-    of it and a digest.
+    """Returns the session id for a header value: the value itself if it is a valid id, else a prefix and a
+    digest.
     """
     if not PLAIN_VALUE.fullmatch(value):
         digest = hashlib.sha256(value.encode("utf-8", "surrogateescape")).hexdigest()[:20]
@@ -79,14 +82,14 @@ class SessionKeys:
     def __init__(self, secret: bytes, admin_key: str) -> None:
         self._secret = secret
         self._admin_key = admin_key
-        self._known: dict[str, dict[str, Grant]] = {}  # keys that were good once are good for ever
+        self._known: dict[str, dict[str, Grant]] = {}  # checked keys by session id
 
     def issue(self, session_id: str, scopes: frozenset[KeyScope], nonce: str) -> str:
         body = f"{session_id}~{'.'.join(sorted(scopes))}~{nonce}"
         return f"{PREFIX}{body}~{self._mac(body)}"
 
     def check(self, key: str) -> Grant | None:
-        """What a key opens; None for a key that is not ours."""
+        """Returns the grant of a key; None if it is invalid."""
         session_id_in_key = session_named_by(key) or ""
         if (cached := self._known.get(session_id_in_key, {}).get(key)) is not None:
             return cached
@@ -109,10 +112,10 @@ class SessionKeys:
         return hmac.compare_digest(mac.encode(), self._header_mac(body).encode())
 
     def _header_mac(self, body: str) -> str:
-        return self._mac(f"{HEADER_PREFIX}\n{body}")  # no session's key has a line break
+        return self._mac(f"{HEADER_PREFIX}\n{body}")  # session keys contain no line break
 
     def forget(self, session_id: str) -> None:
-        """Its keys stay good; they are looked at anew."""
+        """Drops the cached keys of a session."""
         self._known.pop(session_id, None)
 
     def is_admin(self, key: str) -> bool:
@@ -127,15 +130,15 @@ SECRET_BYTES = 32
 
 
 class SecretPlace(Struct, frozen=True, kw_only=True):
-    """Where a gateway keeps the secret behind its session keys."""
+    """Location of the secret that signs session keys."""
 
     directory: Path | None = None
-    """Directory with one file for each store, named by the store's id."""
+    """Directory with one file per store, named by the store's id."""
     file: Path | None = None
-    """File to use in place of `directory`, as where the user's home does not outlive the gateway."""
+    """File to use instead of `directory`, for example where the home directory is not kept."""
 
     def path(self, store_id: str) -> Path | None:
-        """None without a place: the secret ends with the process, and all keys with it."""
+        """Returns the file; None keeps the secret in memory, and keys end with the process."""
         if self.file is not None:
             return self.file.expanduser().absolute()
         if self.directory is None:
@@ -146,7 +149,9 @@ class SecretPlace(Struct, frozen=True, kw_only=True):
 
 
 def signing_secret(place: SecretPlace, store_id: str, store: Path, *, sessions: bool) -> bytes:
-    """Read the secret, or create it. `sessions`: whether the store has some, whose keys a new one ends."""
+    """Reads or creates the secret. `sessions` says whether the store has sessions whose keys a new secret
+    revokes.
+    """
     path = place.path(store_id)
     if path is None:
         return secrets.token_bytes(SECRET_BYTES)
@@ -166,7 +171,7 @@ def signing_secret(place: SecretPlace, store_id: str, store: Path, *, sessions: 
         raise UsageError(f"{path} holds {len(secret)} bytes; a secret has at least {SECRET_BYTES}")
     if new and sessions:
         log.warning(
-            "the secret of %s is not in %s: a new one was made, and keys of earlier sessions open nothing",
+            "keys: signing secret created, keys of earlier sessions are invalid store=%s path=%s",
             store,
             path,
         )

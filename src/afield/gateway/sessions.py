@@ -1,7 +1,7 @@
-"""One session in memory: its phase, budget, forest, and what is told of it.
+"""Sessions: phase, budget, turn tree, outcome; loaded from and saved to the store.
 
-Counts and sums are kept up as calls end, so that telling a state walks over nothing. A session that is
-over leaves its tally in its row, and is then told of without reading its turns.
+Totals are updated when calls end, so that a state costs no walk over turns. A closed session keeps its
+totals in its row.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from afield.turn_tree import TurnTree
 from afield.types import Turn, TurnStatus, check_id
 
 UNDELIVERED = ExclusionReason.UNDELIVERED
-ENGINE_FAILED = "engine-failed"  # tag of a call that the engine broke: it is not held against the budget
+ENGINE_FAILED = "engine-failed"  # tag of a call that the engine failed; it does not count against the budget
 
 
 class SessionPhase(StrEnum):
@@ -53,11 +53,11 @@ class SessionPhase(StrEnum):
 
 
 class Session:
-    """One session in memory, the same object for everyone who asks.
+    """One session in memory, shared by all requests.
 
-    What is stored changes under `lock` (see `SessionManager`); the rest only on the event loop, in one go.
-    `closed` comes before the phase that is stored: from then on no call is taken. `sealed` comes before its
-    record is taken: from then on nothing that goes into the record is written.
+    Stored fields change while `lock` is held (see `SessionManager`), all others on the event loop.
+    `closed` is set before the stored phase changes: no call starts afterwards. `sealed` is set before the
+    record is taken: no turn is written afterwards.
     """
 
     def __init__(
@@ -80,17 +80,17 @@ class Session:
         self.commits = max((r.seq for r in rows if r.turn.status is not TurnStatus.DANGLING), default=0)
         self.unsupported = row.totals.unsupported if row.totals else ""
         self.last_activity = max([row.created, *(r.turn.ended or r.turn.started for r in rows)])
-        # Before a restart, nobody knows whether these reached their clients; who asks again gets them.
+        # After a restart it is unknown whether these were delivered; a repeated request gets them.
         self.maybe_undelivered = {turn.id for turn in self.tree.leaves if turn.status is TurnStatus.COMMITTED}
         self.conversation_cache = ConversationCache()
         self.message_cache = MessageCache()
-        self.images: set[str] = set()  # digests of those that the store has for sure
-        self.texts: set[str] = set()  # digests of shared texts that are stored
+        self.images: set[str] = set()  # digests of stored images
+        self.texts: set[str] = set()  # digests of stored shared texts
         self.in_flight: set[asyncio.Task[Any]] = set()
-        self.body_bytes = 0  # of requests that are read or answered now
+        self.body_bytes = 0  # bytes of running requests
         self.running: set[int] = set()
         self._begun = {r.n for r in rows if r.turn.status is TurnStatus.DANGLING}
-        # Not before we looked: while no gateway ran, nobody could call.
+        # Time without a gateway does not count as idle.
         self._quiet_since = clock()
         self._seen: float | None = None
         self.keyed_calls: dict[str, asyncio.Future[None]] = {}
@@ -99,7 +99,7 @@ class Session:
         self.changed = asyncio.Event()
         self.prompt_tokens = sum(_prompt_length(self.tree, t) for t in self.tree.turns)
         self.sampled_tokens = sum(len(r.turn.token_ids) for r in rows)
-        self._reserved = 0  # tokens that running calls may still sample
+        self._reserved = 0  # tokens reserved by running calls
         self._released = asyncio.Event()
         self.sealed = row.phase == SessionPhase.FINALIZED
         self._writes = 0
@@ -119,7 +119,7 @@ class Session:
 
     @property
     def dangling(self) -> int:
-        """Calls that have no end and do not run."""
+        """Calls without an end that do not run."""
         return len(self._begun - self.running)
 
     @property
@@ -127,7 +127,7 @@ class Session:
         return [turn for turn, reason in self.row.excluded.items() if reason == UNDELIVERED]
 
     def excluded_turns(self, row: SessionRow | None = None) -> dict[str, str]:
-        """Committed turns that are not trained, and why: side calls, and what the record shows."""
+        """Returns the excluded committed turns and their reasons."""
         row = row or self.row
         unused = repeats.excluded(self.tree, row.spec.abandoned_answers, row.excluded)
         constrained = constraints.excluded(self.tree.turns) if row.spec.constrained_turns == "exclude" else {}
@@ -136,7 +136,7 @@ class Session:
 
     @property
     def excluded(self) -> dict[str, int]:
-        """Tokens kept out of the loss, by reason; counted anew when a call or a reason has come since."""
+        """Excluded tokens by reason; recomputed after a new call or reason."""
         turns, excluded, counts = self._excluded
         if turns != len(self.tree) or excluded is not self.row.excluded:
             counts = self.excluded_in(self.row)
@@ -144,7 +144,7 @@ class Session:
         return counts
 
     def excluded_in(self, row: SessionRow) -> dict[str, int]:
-        """The same as it is, or will be, with this row."""
+        """Returns the excluded tokens by reason for a row."""
         tokens: Counter[str] = Counter()
         for exclusion in trajectories.exclusions(self.tree, self.excluded_turns(row)):
             tokens[exclusion.reason] += exclusion.tokens
@@ -152,15 +152,15 @@ class Session:
 
     @property
     def idle_s(self) -> float:
-        """How long no call has run; time in which no gateway ran does not count."""
+        """Seconds without a running call, while a gateway ran."""
         return 0.0 if self.in_flight else max(0.0, self._clock() - self._quiet_since)
 
     def alive(self) -> None:
-        """The agent's SDK gave a sign of life."""
+        """Notes a heartbeat of the agent's SDK."""
         self._seen = self._clock()
 
     def request_started(self, task: asyncio.Task[Any]) -> None:
-        """A request for a model call is being answered from now on, by this task."""
+        """Notes that a task responds to a model request."""
         self.in_flight.add(task)
         self._touch()
 
@@ -174,18 +174,18 @@ class Session:
             self._seen = now
 
     def key_of(self, turn_id: str) -> str:
-        """The idempotency key of the request that a turn answered."""
+        """Returns the idempotency key of a turn's request."""
         return self._keys.get(turn_id, "")
 
     def keyed(self, key: str) -> set[str]:
-        """The turns that answered requests with this idempotency key."""
+        """Returns the turns of requests with an idempotency key."""
         return {turn_id for turn_id, other in self._keys.items() if other == key} if key else set()
 
     def thread_of(self, turn_id: str) -> str:
         return self._threads.get(turn_id, "")
 
     def begin_keyed_call(self, key: str) -> asyncio.Future[None] | None:
-        """A call begins. Whoever repeats it, by its idempotency key, may wait for it to land."""
+        """Starts a call with an idempotency key; repeated requests wait for its future."""
         return self.keyed_calls.setdefault(key, asyncio.get_running_loop().create_future()) if key else None
 
     def end_keyed_call(self, key: str, future: asyncio.Future[None] | None) -> None:
@@ -208,8 +208,11 @@ class Session:
             raise conflict(f"session {self.id} has expired after {self.row.spec.ttl_s} s", "open a new one")
 
     async def reserve(self, tokens: int, clock: Callable[[], float]) -> int:
-        """Wait until the budget has as many tokens for a call as it would have with no other call running, at
-        most so many, before any is sampled. Gives how many; `reserved` takes them."""
+        """Waits until the token budget has room for a call, and returns the number of tokens.
+
+        The number is that of a session without other running calls, at most `tokens`. `reserved` reserves
+        them.
+        """
         limit = self.row.spec.budget.tokens
         if limit is None:
             return tokens
@@ -227,12 +230,12 @@ class Session:
         return Reservation(self, tokens)
 
     def release(self, tokens: int) -> None:
-        """So many that were reserved are not going to be sampled."""
+        """Returns reserved tokens to the budget."""
         self._reserved -= tokens
         self._released.set()
 
     def charge(self, now: float) -> int:
-        """Take a call from the budget; gives its number. Checked and taken in one go."""
+        """Takes a call from the budget and returns its number; raises ApiError if it is exhausted."""
         self.check_open(now)
         budget = self.row.spec.budget
         if budget.calls is not None and self.charged >= budget.calls:
@@ -249,11 +252,11 @@ class Session:
         return self.calls
 
     def _excused(self, wall_s: float) -> float:
-        """Time in line is not the agent's, up to as much again: the rule of a collector's deadlines."""
+        """Returns the queue time that does not count, at most `wall_s` (as in attempt deadlines)."""
         return min(self._waited_s(self.id), wall_s)
 
     def spend(self, tokens: int, now: float) -> None:
-        """Tokens that were reserved are sampled."""
+        """Counts sampled tokens against the reservation."""
         self.sampled_tokens += tokens
         self._reserved -= tokens
         self.last_activity = now
@@ -264,12 +267,12 @@ class Session:
         return limit is not None and self.sampled_tokens >= limit
 
     def intend(self, row: TurnRow) -> None:
-        """A call is about to be made, and that is durable."""
+        """Adds the durable intent of a call."""
         self.rows[row.n] = row
         self._begun.add(row.n)
 
     def record(self, row: TurnRow) -> None:
-        """A call has ended and is durable."""
+        """Adds a durable turn."""
         self.tree.add(row.turn)
         self.rows[row.n] = row
         if row.idempotency_key:
@@ -283,7 +286,7 @@ class Session:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """A turn is being written; whoever seals the session waits for that."""
+        """Marks a write in progress; `seal` waits for it."""
         self._writes += 1
         try:
             yield
@@ -298,7 +301,7 @@ class Session:
             raise conflict(f"session {self.id} was finalized while this call ran", hint)
 
     async def seal(self) -> None:
-        """What is written from now on comes too late for the record, and is refused."""
+        """Refuses further writes and waits for running ones."""
         self.sealed = True
         while self._writes:
             self._written.clear()
@@ -310,7 +313,7 @@ class Session:
             self._versions = min(low, span.low), max(high, span.high)
 
     def totals(self) -> SessionTotals | None:
-        """What was done in it, once nothing more can be; None while a call may still end."""
+        """Returns the totals; None while a call may still end."""
         if not self.closed or self.in_flight or self.running:
             return None
         return self._totals()
@@ -342,7 +345,7 @@ class Session:
 
 
 class Reservation:
-    """Tokens of a session's budget that one call may sample."""
+    """Reserved tokens of one call."""
 
     __slots__ = ("_session", "left")
 
@@ -361,13 +364,13 @@ class Reservation:
         self.left -= tokens
 
     def release(self) -> None:
-        """What was not sampled is there for others again. Repeating changes nothing."""
+        """Returns the unused tokens. Idempotent."""
         left, self.left = self.left, 0
         self._session.release(left)
 
 
 class BodyBytes:
-    """Bytes of one request, counted against its session until the block ends."""
+    """Bytes of one request, counted against its session while it is read and answered."""
 
     def __init__(self, session: Session, limit: int) -> None:
         self._session = session
@@ -387,9 +390,8 @@ class BodyBytes:
                 f"the requests of session {self._session.id} in flight have {total} bytes;"
                 f" {self._limit} are allowed at once"
             )
-            error = ApiError(429, "too_many_bytes_in_flight", message, "send fewer large requests at a time")
-            error.retry_after_s = BODY_RETRY_S
-            raise error
+            hint = "send fewer large requests at a time"
+            raise ApiError(429, "too_many_bytes_in_flight", message, hint, retry_after_s=BODY_RETRY_S)
         self._session.body_bytes = total
         self._held += size
 
@@ -459,10 +461,9 @@ class SessionManager:
         limits: GatewayLimits = DEFAULT_LIMITS,
         ending_s: float = ENDING_S,
     ) -> None:
-        """`delivers`: outcomes go on to a store of outcomes, and are marked as due for that.
+        """`delivers` marks complete outcomes as due. `left` is called with the id of a closed session.
 
-        `left` is told the id of a session that is over, as often as it is; `waited_s` says how long one has
-        stood in line. `ending_s` is how long calls may take to end when their session does.
+        `waited_s` returns a session's queue time. `ending_s` is the time for running calls to end.
         """
         self._ending_s = ending_s
         self._store = store
@@ -477,11 +478,11 @@ class SessionManager:
         self._opening: dict[str, asyncio.Task[Session]] = {}
 
     def __len__(self) -> int:
-        """How many are held in memory: the open ones."""
+        """Number of open sessions in memory."""
         return len(self._live)
 
     async def open(self, spec: SessionSpec, opened_by: str = "") -> tuple[Session, bool]:
-        """The session, and whether it is new. `opened_by` is the header key that it is opened by."""
+        """Opens a session; returns it and whether it is new. `opened_by` names the header key."""
         session_id = spec.id or (self._shard.own_id(_new_id) if self._shard else _new_id())
         check_id(session_id, "session id")
         if session_id == RESERVED:
@@ -508,10 +509,12 @@ class SessionManager:
         return await shield_and_wait(opening), True
 
     async def _create(self, row: SessionRow) -> Session:
-        """Opens of different ids wait together: the store writes them as one group."""
+        """Creates a session. The store writes concurrent ones as one group."""
         try:
             await self._store.put_session(row)
-            session = self._known.get(row.id) or self._session(row, [])  # written rows are there for all
+            session = self._known.get(row.id) or self._session(
+                row, []
+            )  # another request may have loaded the written row
             self._live[row.id] = self._known[row.id] = session
             return session
         finally:
@@ -524,7 +527,7 @@ class SessionManager:
         return session
 
     def states(self, session_ids: Iterable[str]) -> dict[str, SessionState]:
-        """Of those that are known. One that is over is told from its row, wherever that says enough."""
+        """Returns the states of existing sessions. Closed ones are read from their rows."""
         now = self._clock()
         states: dict[str, SessionState] = {}
         for session_id in session_ids:
@@ -552,7 +555,7 @@ class SessionManager:
         return Session(row, rows, self._clock, self._waited_s)
 
     async def reward(self, session: Session, entry: dict[str, Any]) -> None:
-        """Take a reward. The same again is fine; another value for the same name and turn is refused."""
+        """Adds a reward. Idempotent; raises 409 for another value with the same name and turn."""
         async with session.lock:
             rewards = outcomes.with_rewards(session.row, [entry], turns_of(session), self._limits)
             if rewards != session.row.rewards:
@@ -570,7 +573,7 @@ class SessionManager:
         self._leave(session)
 
     async def abort(self, session: Session, reason: str) -> None:
-        """No more calls; those in flight end now and leave their partials."""
+        """Closes a session; running calls end now and leave aborted turns."""
         session.closed = True
         async with session.lock:
             if session.phase is SessionPhase.OPEN:
@@ -587,8 +590,7 @@ class SessionManager:
         self._leave(session)
 
     async def finalize(self, session: Session) -> None:
-        """No more calls. One that cannot be ended in time stays without an end, and its turn is not recorded
-        afterwards: the record that is taken now is the only one."""
+        """Closes a session for its record. Calls that do not end in time are not recorded."""
         session.closed = True
         await self._end_calls(session)
         await session.seal()
@@ -602,24 +604,24 @@ class SessionManager:
         async with session.lock:
             await shield_and_wait(self._store.delete_session(session.id))
             session.deleted = True
-            self._known.pop(session.id, None)  # not before: whoever asks meanwhile would load it again
+            self._known.pop(session.id, None)  # not earlier: a concurrent request would load it again
 
     async def exclude_turn(self, session: Session, turn_id: str, reason: str = UNDELIVERED) -> None:
-        """Keep a turn out of the loss: its client left before it got the end of it, for one."""
+        """Excludes a turn from training, for example because it was not delivered."""
         async with session.lock:
             committed = session.tree[turn_id].status is TurnStatus.COMMITTED
             if committed and not session.sealed and turn_id not in session.row.excluded:
                 await self._save(session, excluded={**session.row.excluded, turn_id: reason})
 
     async def delete_response(self, session: Session, turn_id: str) -> None:
-        """Show it to the client no more. The turn stays in the record."""
+        """Hides a response from the client. The turn stays in the record."""
         async with session.lock:
             before = session.row.deleted_responses
             if turn_id not in before:
                 await self._save(session, deleted_responses=(*before, turn_id))
 
     async def redeliver(self, session: Session, turn_id: str) -> bool:
-        """Whether this caller is the one to hand out a turn that its client missed."""
+        """Claims an undelivered turn for delivery; returns whether this caller has it."""
         if session.row.excluded.get(turn_id) != UNDELIVERED:
             return False
         async with session.lock:
@@ -636,9 +638,9 @@ class SessionManager:
             return True
 
     async def record_outcome(self, session: Session, statement: OutcomeReport, *, verdict: bool) -> None:
-        """What the agent, or its verifier, says came of the work. The same again is fine; another is refused.
+        """Records an outcome or verdict. Idempotent; raises 409 for another one.
 
-        Rewards, outcome and the end of the session are one write, with the mark that the outcome is due.
+        Rewards, outcome and phase are one write.
         """
         field = "verdict" if verdict else "outcome"
         async with session.lock:
@@ -666,7 +668,7 @@ class SessionManager:
         self._leave(session)
 
     async def _note_failed(self, session: Session, failed: FailedVerdict) -> None:
-        """A verifier could not grade, and another is tried: nothing is decided."""
+        """Records a failed verdict; another verifier may follow."""
         before = session.row.failed_verdicts
         if failed not in before:
             self._check_settles(session, "verdict")
@@ -686,7 +688,7 @@ class SessionManager:
                 await self._save(session, delivery=delivery)
 
     async def reap(self) -> int:
-        """End the sessions that have outlived their time; says how many."""
+        """Aborts expired sessions and returns their number."""
         now = self._clock()
         expired = [session for session in self._live.values() if session.expired(now)]
         for session in expired:
@@ -694,9 +696,9 @@ class SessionManager:
         return len(expired)
 
     async def prune(self, keep_s: float, at_most: int = PRUNED_AT_ONCE) -> int:
-        """Remove sessions from the store that began `keep_s` ago and are over; says how many.
+        """Deletes closed sessions older than `keep_s`, and returns their number.
 
-        One whose outcome is still due elsewhere stays, and so does one that somebody uses now.
+        Sessions with an undelivered outcome and sessions in use are kept.
         """
         ended = self._store.ended_before(self._clock() - keep_s, at_most)
         removable = [
@@ -708,7 +710,7 @@ class SessionManager:
         return len(removable)
 
     async def close(self) -> None:
-        """The gateway stops: calls that still run end now, with their partials kept."""
+        """Ends running calls; their aborted turns are recorded."""
         await asyncio.gather(*(self._end_calls(session) for session in list(self._known.values())))
 
     def _leave(self, session: Session) -> None:
@@ -722,11 +724,11 @@ class SessionManager:
         if tasks:
             _, pending = await asyncio.wait(tasks, timeout=self._ending_s)
             if pending:
-                message = "session %s: %d calls do not end within %g s"
+                message = "session %s: calls did not end in time calls=%d timeout_s=%g"
                 log.error(message, session.id, len(pending), self._ending_s)
 
     async def _save(self, session: Session, **changes: Any) -> None:
-        """Under the session's lock: what is stored and what is in memory change together."""
+        """Saves changes of a row; call it with the session's lock held."""
         if session.deleted:
             raise NotFound(f"session {session.id} was deleted")
         row = structs.replace(session.row, **changes)

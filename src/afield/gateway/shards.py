@@ -1,9 +1,8 @@
-"""Several gateway processes on one port: which of them has a session, and how requests get there.
+"""Gateway processes on one port: session ownership and forwarding.
 
-A session belongs to one process, by a hash of its id, which alone reads and writes it. The front (see
-`front`) sends a connection to the process its first request belongs to; a request that comes over a
-connection of another session is passed on here, over the owner's private socket. What concerns all
-(weights, workers) is told to all. Private sockets lie in a folder only this user can enter.
+A hash of its id assigns a session to one process. The front (see `front`) passes a connection to the
+process of its first request. A request for another process's session is forwarded over that process's
+private socket. Weights and engines are broadcast. The sockets are in a directory of this user only.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def owner(session_id: str, count: int) -> int:
 
 
 def session_of(path: str, scope: Scope, key: str) -> str | None:
-    """The session a request is about, by its path, its key, or the header that its key names."""
+    """Returns the session of a request, by path, key, or the header that the key names."""
     match = _SESSION.match(path)
     if match or not (parts := split_header_key(key)):
         return match[1] if match else session_named_by(key)
@@ -82,7 +81,7 @@ class Shard:
         return owner(session_id, self.count) == self.index
 
     def own_id(self, make: Callable[[], str]) -> str:
-        """A new session id of this process."""
+        """Returns a new session id that this process owns."""
         while not self.owns(session_id := make()):
             pass
         return session_id
@@ -90,11 +89,11 @@ class Shard:
     async def elsewhere(
         self, scope: Scope, receive: Receive, send: Send, admits: Callable[[str], bool]
     ) -> Receive | None:
-        """Pass a request on if another process has its session; else where to read its body from.
+        """Forwards a request to its session's process; else returns the ASGI receive for its body.
 
-        A body is passed on as it was sent, compressed or not, and read only for a key that `admits` takes.
+        Bodies are forwarded as sent, and read only for a key that `admits` accepts.
         """
-        if not _passed(scope):  # it came over the private socket: it is where it belongs
+        if not _passed(scope):  # came over the private socket
             return receive
         key = key_of(scope)
         session_id = session_of(scope["path"], scope, key)
@@ -113,10 +112,10 @@ class Shard:
         return None
 
     async def tell_others(self, scope: Scope, body: bytes) -> None:
-        """What is true for all is told to all; those who answer with an error fail the request."""
+        """Broadcasts a request; an error of any process fails it."""
         path = _PART.sub(r"/\1", scope["path"]).rstrip("/")
         if _passed(scope) and (scope["method"], path) in _TO_ALL:
-            # Weights one after the other: all share the engines, and who is first to be done sets them going.
+            # Weights one after the other: the processes share the engines.
             if path == "/policy":
                 answers = [await self._ask(i, scope, body) for i in self._peers]
             else:
@@ -126,19 +125,19 @@ class Shard:
                     raise _refusal(status, answer)
 
     async def gather(self, path: str, key: str) -> list[bytes]:
-        """The answers of the other processes to a GET; those that fail are left out."""
+        """Returns the responses of the other processes to a GET, without failed ones."""
         answers = await asyncio.gather(*(self._ask(i, _asking("GET", path, key), b"") for i in self._peers))
         return [answer for status, answer in answers if status == 200]
 
     def homes(self, session_ids: Iterable[str]) -> dict[int, list[str]]:
-        """Which process has which of these sessions."""
+        """Groups session ids by process."""
         homes: dict[int, list[str]] = {}
         for session_id in session_ids:
             homes.setdefault(owner(session_id, self.count), []).append(session_id)
         return homes
 
     async def ask(self, path: str, bodies: Mapping[int, bytes], key: str) -> list[bytes]:
-        """The answers of some processes, each to its own POST; one that fails fails all."""
+        """Returns the responses of several processes to a POST each; raises if one fails."""
         scope = _asking("POST", path, key)
         answers = await asyncio.gather(*(self._ask(index, scope, body) for index, body in bodies.items()))
         for status, answer in answers:
@@ -147,7 +146,7 @@ class Shard:
         return [answer for _, answer in answers]
 
     async def _ask(self, index: int, scope: Scope, body: bytes) -> tuple[int, bytes]:
-        """Ask with a decompressed body."""
+        """Sends a request with a decompressed body."""
         plain = [(name, value) for name, value in scope["headers"] if name != b"content-encoding"]
         try:
             async with self._request(index, {**scope, "headers": plain}, body) as response:
@@ -183,7 +182,7 @@ def _asking(method: str, path: str, key: str) -> Scope:
 
 
 def _refusal(status: int, answer: bytes) -> ApiError:
-    """What another process says against a request, said again."""
+    """Rebuilds the error of another process."""
     try:
         error = msgspec.json.decode(answer)["error"]
         return ApiError(status, error["type"], error["message"], error["hint"])
@@ -193,7 +192,7 @@ def _refusal(status: int, answer: bytes) -> ApiError:
 
 
 def _passed(scope: Scope) -> bool:
-    """Whether the request came over a connection from outside (see `server`)."""
+    """Returns whether the request came over an external connection (see `server`)."""
     return bool(scope.get("state", {}).get(PASSED))
 
 
@@ -207,7 +206,7 @@ def _id_in(body: bytes) -> str | None:
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """A body that was read, to be read once more."""
+    """Returns an ASGI receive that replays a body."""
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def once_more() -> Any:
@@ -224,7 +223,7 @@ async def _cancel_when_gone(receive: Receive, task: asyncio.Task[Any] | None) ->
 
 
 def route(head: bytes, count: int) -> int:
-    """Where a connection goes, by the head of its first request; anywhere if that names no session."""
+    """Returns the process of a connection, by the head of its first request."""
     lines = head.split(b"\r\n")
     path = [*lines[0].split(b" "), b"", b""][1].decode("latin-1").partition("?")[0]
     pairs = [line.partition(b":") for line in lines[1:] if b":" in line]

@@ -1,7 +1,8 @@
-"""Side calls: requests that a harness makes besides its work, by its own word or an exact fingerprint.
+"""Side calls: requests of a harness besides its task, such as titles.
 
-They are answered and recorded like any other call, and their turn has a tag that is also the reason of its
-exclusion (`exclusions.REASONS`). Whether that keeps them out of the loss is the session's `side_calls`.
+A header or an exact fingerprint identifies them. They are answered and recorded, and their tag is the
+exclusion reason (`exclusions.REASONS`). The session's `side_calls` policy decides whether they are
+trained.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def tag_of(
     request: ModelRequest,
     fingerprints: Sequence[Fingerprint] = FINGERPRINTS,
 ) -> str | None:
-    """The reason why this request is a side call; None where it is none. Header names are in lower case."""
+    """Returns the reason if a request is a side call, else None. Header names are in lower case."""
     declared = headers.get(SIDE_CALL_HEADER, "").strip().lower()
     if declared in _YES:
         return ExclusionReason.SIDE_DECLARED
@@ -61,10 +62,10 @@ def _matches(fingerprint: Fingerprint, user_agent: str, request: ModelRequest) -
 
 
 def excluded_turns(turns: Sequence[Turn], recorded: Mapping[str, str], policy: SideCalls) -> dict[str, str]:
-    """Side calls and their reasons, without those that a trained turn descends from.
+    """Returns side calls and their reasons, without ancestors of trained turns.
 
-    `turns` are in the order of their commits, so parents come before children; `recorded` are the turns that
-    facts of the record exclude.
+    `turns` are in commit order, so that parents precede children. `recorded` are turns that are excluded
+    already.
     """
     excluded: dict[str, str] = {}
     above_trained: set[str] = set()

@@ -1,8 +1,7 @@
-"""Stop strings that a client asks for, applied to the text of a reply token by token.
+"""Stop strings, applied to the reply's text token by token.
 
-A reply ends with the first token at which its text holds one of them. That token is recorded whole, also
-where the string ends inside it; later tokens are dropped before they are recorded. Reasoning and tool calls
-are not text: a stop string in them ends nothing. Clients see the text before the string.
+A reply ends with the first token that completes a stop string. That token is recorded whole; later ones
+are dropped. Reasoning and tool calls are not searched. Clients get the text before the string.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from afield.types import FinishReason, Message, VersionSpan
 
 
 class StopStrings:
-    """Feed it ids; it holds text back while a stop string could still be forming."""
+    """Finds stop strings in a token stream, and holds back text that may be part of one."""
 
     def __init__(self, stops: Sequence[str], parser: ReplyParser) -> None:
         self._stops = tuple(stop for stop in stops if stop)
@@ -36,7 +35,9 @@ class StopStrings:
         return self.matched is not None
 
     def feed(self, ids: Sequence[int]) -> tuple[int, list[Event]]:
-        """How many of these ids belong to the reply, and what they tell. 0 or less: earlier ones go, too."""
+        """Returns how many of the ids belong to the reply, and their events. Below 1, earlier ids are
+        dropped too.
+        """
         if not self._stops:
             return len(ids), self._parser.feed(ids)
         events: list[Event] = []
@@ -50,14 +51,14 @@ class StopStrings:
         return len(ids), events
 
     def finish(self) -> list[Event]:
-        """What was held back, unless a stop string has ended the reply."""
+        """Returns held-back events, unless a stop string was found."""
         if self.hit:
             return []
         events = self._parser.finish()
         return self._filter(events) + self._release(len(self._text)) if self._stops else events
 
     def beyond(self, ids: Sequence[int]) -> int:
-        """How many of the last of all ids come after the stop string: several where text was told late."""
+        """Returns how many of the last ids come after the stop string."""
         if not self.hit:
             return 0
         bytes_left, count = self._after, 0
@@ -67,7 +68,7 @@ class StopStrings:
         return count
 
     def cut(self, reply: Message) -> Message:
-        """The reply as the client saw it."""
+        """Returns the reply as the client gets it."""
         if not self.hit:
             return reply
         return structs.replace(reply, content=self._text, tool_calls=reply.tool_calls[: self._calls])
@@ -87,7 +88,7 @@ class StopStrings:
         return passed
 
     def _find(self, held: str) -> None:
-        """The stop string that ends first, in the text and what is held behind it."""
+        """Finds the stop string that ends first, in the text and the held-back part."""
         text = self._text + held if held else self._text
         start = max(0, self._looked - self._hold)
         matches = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop, start)) >= 0]
@@ -105,9 +106,10 @@ class StopStrings:
 
 
 async def sampled(engine: Engine, call: GenerateRequest, stops: StopStrings) -> AsyncGenerator[Chunk]:
-    """The chunks of a call with stop strings, which an engine applies to everything that it samples.
+    """Yields the chunks of a call with stop strings.
 
-    Where it ended at one that is not in the text of the reply, it is asked to go on without them.
+    Engines search everything that they sample. If one stops at a string outside the reply's text, the
+    call continues without stop strings.
     """
     ids: list[int] = []
     last: Chunk | None = None

@@ -1,9 +1,8 @@
-"""What the gateway must not lose, in one SQLite file (WAL).
+"""Gateway store: sessions, turns, images and keys in one SQLite file (WAL).
 
-Writers are grouped: one thread takes all that is waiting, writes it in one transaction, and only then
-tells the callers. When a `put_` returns, the row survives a kill -9 of the process; surviving a power
-cut as well takes `durable=True`, at the price of an fsync per group. A row that is written again under
-the same key is replaced, which is how a call's intent becomes its turn.
+One thread writes everything that waits in one transaction, then resolves the callers' futures. When
+`put_` returns, the row survives a kill -9; `durable=True` adds an fsync per group for power failures. A
+row with the same key is replaced: an intent becomes its turn.
 """
 
 from __future__ import annotations
@@ -25,10 +24,11 @@ from typing import Any, Self, TypeVar
 import msgspec
 from msgspec import Struct
 
+from afield import sqlite
 from afield.errors import Unavailable, UsageError
 from afield.gateway.model_request import Scores
 from afield.interfaces import Image, SessionSpec
-from afield.private_files import private_database, private_directory
+from afield.private_files import private_directory
 from afield.types import Failure, Turn
 
 SCHEMA = """
@@ -47,29 +47,37 @@ CREATE TABLE IF NOT EXISTS header_keys (id TEXT PRIMARY KEY, body BLOB NOT NULL)
 CREATE TABLE IF NOT EXISTS undelivered (session_id TEXT PRIMARY KEY) WITHOUT ROWID;
 """
 DELETED_AT_ONCE = 64
-FORMAT = "4"
+FORMAT = "5"
 log = logging.getLogger("afield.gateway")
 
 
 class SessionTotals(Struct, frozen=True, kw_only=True):
-    """What was done in a session, added up when nothing more could be."""
+    """Totals of a closed session."""
 
     calls: int
+    """Calls that were started."""
     turns: int
+    """Recorded turns."""
     branches: int
+    """Leaves of the turn tree."""
     prompt: int
+    """Prompt tokens."""
     sampled: int
+    """Sampled tokens."""
     dangling: int
+    """Calls without an end."""
     versions: tuple[int, int] | None
+    """Lowest and highest policy version."""
     last_activity: float
+    """Time of the last call, seconds since the epoch."""
     excluded: dict[str, int] = {}
-    """Tokens kept out of the loss, by reason."""
+    """Excluded tokens by reason."""
     unsupported: str = ""
-    """Why the model cannot serve what this session's agent asks, if that is so; see `SessionState`."""
+    """Why the model cannot serve the session's agent; see `SessionState`."""
 
 
 class Delivery(StrEnum):
-    """What has become of a session's outcome on its way to the store of outcomes."""
+    """Delivery state of a session's outcome."""
 
     NONE = ""
     DUE = "due"
@@ -78,63 +86,81 @@ class Delivery(StrEnum):
 
 
 class FailedVerdict(Struct, frozen=True):
-    """A verifier that could not grade, before the one that counts; `said` is a digest of its words."""
+    """A failed verdict before the one that counts."""
 
     digest: str
+    """Digest of the verdict, to recognise repetitions."""
     failure: Failure
+    """The verifier's failure."""
 
 
 class SessionRow(Struct, frozen=True, kw_only=True):
-    """A session as stored: everything but its turns. `withheld` are turns kept out of the loss, and why.
-
-    `outcome` is what the agent said came of it, `verdict` what a verifier did, both as JSON.
-    """
+    """A stored session without its turns."""
 
     id: str
+    """Session id."""
     spec: SessionSpec
+    """Spec with which it was opened."""
     phase: str
+    """See `SessionPhase`."""
     created: float
+    """Creation time, seconds since the epoch."""
     nonce: str
+    """Random; keys of a deleted session with the same id are invalid."""
     opened_by: str = ""
-    """The header key that opened it; empty for `POST /sessions`."""
+    """Header key that opened it; empty for `POST /sessions`."""
     rewards: tuple[dict[str, Any], ...] = ()
+    """Rewards with optional name and turn."""
     metrics: dict[str, float] = {}
+    """Agent's metrics."""
     reason: str = ""
+    """Reason of an abort."""
     outcome: bytes | None = None
+    """Agent's outcome as JSON."""
     verdict: bytes | None = None
+    """Verifier's verdict as JSON."""
     failed_verdicts: tuple[FailedVerdict, ...] = ()
+    """Failed verdicts before the one that counts."""
     outcome_at: float = 0.0
+    """Time of the last outcome or verdict, seconds since the epoch."""
     delivery: Delivery = Delivery.NONE
+    """Delivery state of the outcome."""
     excluded: dict[str, str] = {}
+    """Excluded turns and their reasons."""
     deleted_responses: tuple[str, ...] = ()
-    """Turns that are not shown to the client any more, because it deleted the response."""
+    """Turns whose responses the client deleted."""
     totals: SessionTotals | None = None
+    """Totals, once nothing can change them."""
 
 
 class PublishedPolicy(Struct, frozen=True):
-    """Weights of a model, and where they were read from."""
+    """Published weights and their path."""
 
     model: str
+    """Model name."""
     version: int
+    """Policy version."""
     path: str
+    """Path of the weights."""
 
 
 class TurnRow(Struct, frozen=True):
-    """A turn or the intent of one."""
+    """A turn or the intent of a call."""
 
     n: int
-    """The number of the call, from 1."""
+    """Number of the call, from 1."""
     seq: int
-    """Orders commits."""
+    """Commit order."""
     turn: Turn
+    """The turn; an intent has the status `dangling`."""
     idempotency_key: str = ""
-    """The client's own name for the request, the same in all tries of it."""
+    """Idempotency key of the request."""
     thread: str = ""
-    """The client's own name for the conversation, where it has several."""
+    """Client's name of the conversation thread."""
     scores: Scores | None = None
-    """Log-probabilities of other tokens that the client asked for."""
+    """Additional log-probabilities that the client requested."""
     stored_options: bytes = b""
-    """What the dialect needs to show the answer again, where the client may fetch it later."""
+    """Options to encode the response again (Responses)."""
 
 
 T = TypeVar("T")
@@ -169,12 +195,12 @@ class GatewayStore:
 
     @property
     def id(self) -> str:
-        """Random, made once, and no secret: it names the file with the secret behind session keys."""
+        """Random id of the store; names the file of the signing secret."""
         return self._reader.execute("SELECT value FROM meta WHERE key='id'").fetchone()[0].decode()
 
     @property
     def empty(self) -> bool:
-        """Whether it has no session."""
+        """Whether there is no session."""
         return self._reader.execute("SELECT 1 FROM sessions LIMIT 1").fetchone() is None
 
     async def put_session(self, row: SessionRow) -> None:
@@ -188,7 +214,7 @@ class GatewayStore:
         await self._write(statements)
 
     def undelivered(self) -> list[str]:
-        """Sessions whose outcome is due elsewhere."""
+        """Returns the sessions with a due outcome."""
         try:
             return [row[0] for row in self._reader.execute("SELECT session_id FROM undelivered")]
         except sqlite3.Error as error:
@@ -200,7 +226,7 @@ class GatewayStore:
 
     @property
     def policy(self) -> PublishedPolicy | None:
-        """The weights that were last published."""
+        """The weights that were published last."""
         rows = self._read("SELECT value FROM meta WHERE key=?", ("policy",), PublishedPolicy)
         return rows[0] if rows else None
 
@@ -218,7 +244,7 @@ class GatewayStore:
         return self._read(sql, (session_id, digest), Image)[0]
 
     async def put_text(self, session_id: str, digest: str, body: bytes) -> None:
-        """What many turns of a session share, kept once."""
+        """Stores text that several turns share."""
         await self._write([("INSERT OR IGNORE INTO texts VALUES (?,?,?)", (session_id, digest, body))])
 
     def text(self, session_id: str, digest: str) -> bytes:
@@ -235,7 +261,7 @@ class GatewayStore:
         await self.delete_sessions([session_id])
 
     async def delete_sessions(self, session_ids: Sequence[str]) -> None:
-        """In transactions of some sessions each, so that calls can be written in between."""
+        """Deletes sessions in small transactions, so that calls are written in between."""
         tables = [
             f"DELETE FROM {table} WHERE session_id=?" for table in ("turns", "images", "texts", "undelivered")
         ]
@@ -245,7 +271,7 @@ class GatewayStore:
             await self._write([(sql, (session_id,)) for sql in tables for session_id in batch])
 
     def ended_before(self, created: float, limit: int) -> list[str]:
-        """Sessions that are over, with nothing due elsewhere, oldest first."""
+        """Returns closed sessions without a due outcome, oldest first."""
         sql = (
             "SELECT id FROM sessions WHERE phase IN ('finalized', 'aborted') AND created < ?"
             " AND id NOT IN (SELECT session_id FROM undelivered) ORDER BY created LIMIT ?"
@@ -260,19 +286,19 @@ class GatewayStore:
         return rows[0] if rows else None
 
     def turns(self, session_id: str) -> list[TurnRow]:
-        """In the order they were committed; calls that never got that far come last."""
+        """Returns turns in commit order; unfinished calls come last."""
         sql = "SELECT body FROM turns WHERE session_id=? ORDER BY seq, n"
         return self._read(sql, (session_id,), TurnRow)
 
     def session_ids(self, phase: str | None, limit: int, after: str, key_id: str = "") -> list[str]:
-        """Those after an id, in their order; with `key_id` those that this header key named."""
+        """Returns session ids after an id in order; `key_id` selects those of a header key."""
         first, end = _named_by(key_id) if key_id else ("", "\x7f")
         sql = (
             "SELECT id FROM sessions WHERE id > ? AND id < ? AND (? IS NULL OR phase = ?) ORDER BY id LIMIT ?"
         )
         return [row[0] for row in self._reader.execute(sql, (max(after, first), end, phase, phase, limit))]
 
-    # --- header keys -----------------------------------------------------------------------------
+    # --- header keys ---
 
     async def put_header_key(self, key_id: str, row: Struct) -> None:
         body = msgspec.msgpack.encode(row)
@@ -289,7 +315,7 @@ class GatewayStore:
         return self._read("SELECT body FROM header_keys ORDER BY id", (), into)
 
     def open_ids(self, key_id: str) -> list[str]:
-        """Open sessions that a header key named."""
+        """Returns the open sessions of a header key."""
         sql = "SELECT id FROM sessions WHERE phase = 'open' AND id > ? AND id < ?"
         return [row[0] for row in self._reader.execute(sql, _named_by(key_id))]
 
@@ -304,10 +330,12 @@ class GatewayStore:
         except (sqlite3.Error, msgspec.MsgspecError) as error:
             raise Unavailable(f"cannot read {'/'.join(values)} in {self._path}: {error}") from error
 
-    # --- the writing thread ----------------------------------------------------------------------
+    # --- writer thread ---
 
     def _write(self, statements: list[Statement]) -> asyncio.Future[None]:
-        """Settled when they are written; cancelling it cancels nothing but the waiting."""
+        """Queues statements; the future resolves when they are written. Cancelling it does not cancel the
+        write.
+        """
         if self._closed:
             raise Unavailable(f"{self._path} is closed: the gateway is stopping")
         finished = self._loop.create_future()
@@ -325,33 +353,25 @@ class GatewayStore:
                     break
                 group.append(item)
             error = self._commit(connection, [row for statements, _ in group for row in statements])
-            with suppress(RuntimeError):  # a loop that is closed has nobody left to tell
+            with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(_settle, [finished for _, finished in group], error)
         connection.close()
 
     def _commit(self, connection: sqlite3.Connection, statements: list[Statement]) -> Unavailable | None:
         try:
-            connection.execute("BEGIN IMMEDIATE")
-            for sql, run in groupby(statements, key=itemgetter(0)):
-                connection.executemany(sql, [values for _, values in run])
-            connection.execute("COMMIT")
+            with sqlite.transaction(connection):
+                for sql, run in groupby(statements, key=itemgetter(0)):
+                    connection.executemany(sql, [values for _, values in run])
         except sqlite3.Error as error:
-            if connection.in_transaction:
-                with suppress(sqlite3.Error):  # the next BEGIN says so, and this thread must live
-                    connection.rollback()
             return Unavailable(f"cannot write {self._path}: {error}")
         return None
 
     def _prepare(self) -> None:
         try:
             private_directory(self._path.parent, (self._path.name,))
-            private_database(self._path)
-            connection = self._connect()
-            connection.execute("PRAGMA journal_mode=WAL")
-            connection.executescript(SCHEMA)
+            connection = self._connect(SCHEMA)
             for key, value in (("id", secrets.token_hex(16).encode()), ("format", FORMAT.encode())):
                 connection.execute("INSERT OR IGNORE INTO meta VALUES (?,?)", (key, value))
-            self._drop_secret(connection)
             connection.commit()
             stored_format = (
                 connection.execute("SELECT value FROM meta WHERE key='format'").fetchone()[0].decode()
@@ -364,38 +384,26 @@ class GatewayStore:
                 f"{self._path} has format {stored_format}, this afield writes {FORMAT}: use a new directory"
             )
 
-    def _drop_secret(self, connection: sqlite3.Connection) -> None:
-        """Earlier versions kept the secret behind session keys in here, for every reader of the file."""
-        connection.execute("PRAGMA secure_delete=ON")
-        if connection.execute("DELETE FROM meta WHERE key='secret'").rowcount:
-            log.warning(
-                "%s held the secret behind session keys: it is removed, and keys issued before open nothing",
-                self._path,
-            )
-
-    def _connect(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(self._path, timeout=30, check_same_thread=False, isolation_level=None)
-        connection.execute(f"PRAGMA synchronous={'FULL' if self._durable else 'NORMAL'}")
-        return connection
+    def _connect(self, schema: str = "") -> sqlite3.Connection:
+        return sqlite.connect(self._path, schema, synchronous="FULL" if self._durable else "NORMAL")
 
 
 def _named_by(key_id: str) -> tuple[str, str]:
-    """Between which two ids the sessions of a header key lie: `KEY_ID.VALUE`."""
+    """Returns the id range of a header key's sessions: `KEY_ID.VALUE`."""
     return f"{key_id}.", f"{key_id}/"  # "/" comes after "."
 
 
 def remove_ended(path: Path) -> int:
-    """Remove all sessions that are over from a store that nobody has open; the file shrinks."""
+    """Deletes all closed sessions of a store that is not open, and shrinks the file."""
     try:
         connection = sqlite3.connect(path, timeout=5, isolation_level=None)
         try:
             over = "SELECT id FROM sessions WHERE phase IN ('finalized', 'aborted')"
             over += " AND id NOT IN (SELECT session_id FROM undelivered)"
-            connection.execute("BEGIN IMMEDIATE")
-            for table in ("turns", "images", "texts"):
-                connection.execute(f"DELETE FROM {table} WHERE session_id IN ({over})")
-            removed = connection.execute(f"DELETE FROM sessions WHERE id IN ({over})").rowcount
-            connection.execute("COMMIT")
+            with sqlite.transaction(connection):
+                for table in ("turns", "images", "texts"):
+                    connection.execute(f"DELETE FROM {table} WHERE session_id IN ({over})")
+                removed = connection.execute(f"DELETE FROM sessions WHERE id IN ({over})").rowcount
             connection.execute("VACUUM")
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         finally:
@@ -406,7 +414,7 @@ def remove_ended(path: Path) -> int:
 
 
 async def shield_and_wait(work: Awaitable[T]) -> T:
-    """Await work that, once begun, must not be left half done: a cancellation is raised after it."""
+    """Awaits work that must complete: a cancellation is raised after it."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -419,7 +427,7 @@ async def shield_and_wait(work: Awaitable[T]) -> T:
 
 def _settle(waiting: list[asyncio.Future[None]], error: Exception | None) -> None:
     for finished in waiting:
-        if finished.done():  # whoever waited for it was cancelled
+        if finished.done():  # the waiting caller was cancelled
             continue
         if error:
             finished.set_exception(error)

@@ -1,7 +1,9 @@
-"""OpenAI Responses' compaction: a conversation in, its user messages and a summary out.
+"""Stored responses and compaction of OpenAI Responses.
 
-The summary is sampled like any other turn, after the conversation itself and a request for it, and the turn
-has the tag `compaction`. Its text is in the compaction item, so the item is readable in any session.
+A response is its turn plus options stored with it, so that it can be fetched while its session exists.
+Deleting hides it; the turn stays in the record and is trained. Responses with `store: false` cannot be
+fetched. Compaction samples a summary as a turn with the tag `compaction`, and returns the user messages
+and the summary.
 """
 
 from __future__ import annotations
@@ -35,12 +37,13 @@ from afield.gateway.store import GatewayStore, TurnRow
 from afield.gateway.turn_ids import item_id, response_id, seal_summary, turn_of_response
 from afield.types import Message, Turn, TurnStatus
 
-UNUSED = ("unenforced:text.format", "unenforced:tool_choice")  # of the reply that is asked for later
+UNUSED = ("unenforced:text.format", "unenforced:tool_choice")  # parameters of the later reply
 
 
 class Compaction(Responses):
-    """For one session: `path` is the turns that lead to one of its turns, `tools` those that a turn was asked
-    with, `image` the URL of an image."""
+    """Compaction of one session's conversation. `path` returns the turns up to a turn, `tools` its tools,
+    `image` an image URL.
+    """
 
     def __init__(
         self,
@@ -60,7 +63,7 @@ class Compaction(Responses):
             raise bad_request("a compaction needs a model", "name it in model")
         if request.stream:
             raise bad_request("stream is not served for a compaction", "ask without stream")
-        # The SDKs' requests for a compaction have no tools: those of the conversation are meant.
+        # Compaction requests of the SDKs have no tools: those of the conversation apply.
         last = request.after or max(request.hints, key=lambda turn: int(turn[1:]), default=None)
         request = structs.replace(
             request,
@@ -111,7 +114,7 @@ Json = dict[str, Any]
 _ROUTE = re.compile(r"/v1/responses/(?P<id>[^/]+)(?P<rest>/input_items|/cancel)?")
 ROUTES = (("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel"))
 SEALED, IMAGES = "reasoning.encrypted_content", "message.input_image.image_url"
-MOST, DEFAULT_LIMITS = 100, 20  # items of a page
+MAX_ITEMS, DEFAULT_ITEMS = 100, 20  # items per page
 
 
 def match(method: str, path: str) -> Mapping[str, str | None] | None:
@@ -134,7 +137,7 @@ class StoredResponses:
         )
 
     def _tools(self, session: Session, turn_id: str) -> tuple[Tool, ...]:
-        """Those that a response was asked with, where it is stored."""
+        """Returns the tools of a stored response."""
         row = session.rows.get(int(turn_id[1:]))
         return self._options(session, row, [])[0].toolbox.tools if row and row.stored_options else ()
 
@@ -209,11 +212,11 @@ class StoredResponses:
 
 
 def _page(items: list[Json], params: Mapping[str, str]) -> Json:
-    order, limit = params.get("order", "desc"), params.get("limit", str(DEFAULT_LIMITS))
+    order, limit = params.get("order", "desc"), params.get("limit", str(DEFAULT_ITEMS))
     if order not in ("asc", "desc"):
         raise bad_request(f"order={order!r} is unknown", "choose one of: asc, desc")
-    if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= MOST:
-        raise bad_request(f"limit={limit[:20]!r} must be between 1 and {MOST}")
+    if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= MAX_ITEMS:
+        raise bad_request(f"limit={limit[:20]!r} must be between 1 and {MAX_ITEMS}")
     if order == "desc":
         items = items[::-1]
     if (after := params.get("after")) is not None:

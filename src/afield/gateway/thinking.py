@@ -1,4 +1,8 @@
-"""Thinking as a request asks for it, put together from the parameters that a dialect has for it."""
+"""Reasoning parameters: parsed from requests, applied to chat templates.
+
+The template's own switch turns reasoning on and off; the trainer's template arguments take precedence.
+What the template does not support is refused, or ignored with a tag.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,8 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 KINDS = {"enabled": True, "disabled": False, "adaptive": None, "auto": None, "between_tools": None}
 
 
-class AskedReasoning:
-    """Parameters that contradict each other are refused; `names` says which one asked for what."""
+class ReasoningParameters:
+    """Collects the reasoning parameters of a request; contradictory ones are refused."""
 
     def __init__(self) -> None:
         self.enabled: bool | None = None
@@ -23,7 +27,7 @@ class AskedReasoning:
         self._effort = ""
         self._names: dict[str, str] = {}
 
-    def made(self) -> tuple[Reasoning, dict[str, str]]:
+    def build(self) -> tuple[Reasoning, dict[str, str]]:
         return Reasoning(enabled=self.enabled, budget=self._budget, effort=self._effort), self._names
 
     def switch(self, value: Any, name: str) -> None:
@@ -72,7 +76,7 @@ class AskedReasoning:
         self._names[field] = name
 
     def kwargs(self, values: Mapping[str, Any] | None) -> None:
-        """`chat_template_kwargs`: those by which templates turn thinking on and off."""
+        """Reads the reasoning switches of `chat_template_kwargs`."""
         if not values:
             return
         for key in ("enable_thinking", "thinking"):
@@ -87,7 +91,7 @@ WORDS = {"minimal": "low", "xhigh": "high", "max": "high"}
 def template_arguments(
     tokenizer: ChatTokenizer, request: ModelRequest, *, ignore: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """What the template is told beside the trainer's arguments, and the tags of the turn."""
+    """Returns the template arguments of a request and the tags of the turn."""
     reasoning, switches, fixed = request.reasoning, tokenizer.switches, tokenizer.arguments
     arguments: dict[str, Any] = {}
     tags: list[str] = []

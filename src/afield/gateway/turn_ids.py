@@ -1,8 +1,8 @@
-"""Marks: turn ids in what we hand out, so that a client that echoes it tells us which turn it means.
+"""Ids that contain turn ids, so that echoed responses identify their turn.
 
-Tool-call ids need none: a session knows which turn each of its calls belongs to. Marks are for what
-else comes back word for word: response ids, item ids, thinking signatures, encrypted reasoning. A
-mark names a turn of its own session only, and lineage checks it by content; a forged one gains nothing.
+For response ids, item ids, thinking signatures and encrypted reasoning. Tool-call ids need none: the
+session knows their turns. An id names a turn of its own session only, and `prompts` checks the content,
+so that a forged one has no effect.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ _ID = re.compile(r"[a-z]+_(t[0-9]{1,18})(?:_\d+)?")
 
 
 def call_id(turn_id: str, index: int, style: str = "free") -> str:
-    """The id of a tool call. Where a template shows it to the model it is nine letters and digits, which
-    every such template takes, and tells nothing."""
+    """Returns a tool-call id. Templates that render ids get nine letters and digits."""
     if style == "free":
         return f"call_{turn_id}_{index}"
     return hashlib.blake2b(f"{turn_id}/{index}".encode(), digest_size=16).hexdigest()[:9]
 
 
 def item_id(kind: str, turn_id: str, index: int | None = None) -> str:
-    """`resp_t3`, `msg_t3_0`, `rs_t3`: readable, and valid wherever clients check the form of ids."""
+    """Returns an item id such as `resp_t3`, `msg_t3_0`, `rs_t3`."""
     return f"{kind}_{turn_id}" if index is None else f"{kind}_{turn_id}_{index}"
 
 
 def response_id(session_id: str, turn_id: str) -> str:
-    """The id of a response, by which a client may leave the history to us: it names its session too."""
+    """Returns a response id that names session and turn."""
     return f"resp_{_tag(session_id)}_{turn_id}"
 
 
@@ -50,7 +49,7 @@ def turn_of_id(id: str) -> str | None:
 
 
 def seal(turn_id: str) -> str:
-    """For fields that clients take for ciphertext: signatures and encrypted reasoning."""
+    """Encodes a turn id for opaque fields: signatures and encrypted reasoning."""
     return base64.b64encode(f"afield/{turn_id}".encode()).decode()
 
 
@@ -64,12 +63,12 @@ def unseal(sealed: str) -> str | None:
 
 
 def seal_summary(turn_id: str, text: str) -> str:
-    """A summary that comes back as the content of a compaction item."""
+    """Encodes a summary as the content of a compaction item."""
     return base64.b64encode(f"{_SUMMARY}/{turn_id}/{text}".encode("utf-8", "replace")).decode()
 
 
 def unseal_summary(sealed: str) -> tuple[str, str] | None:
-    """The turn that sampled it, and its text; None for what is not ours."""
+    """Returns the turn and the text of a summary; None if it is not from this gateway."""
     try:
         text = base64.b64decode(sealed, validate=True).decode()
     except (binascii.Error, ValueError):

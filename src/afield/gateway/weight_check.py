@@ -1,8 +1,8 @@
-"""Whether an engine has the weights it says it has: its answers held against the witness beside them.
+"""Checks that an engine serves the weights it claims, by log-probabilities.
 
-A handful of calls for one token each. An engine that answers as the weights before would, or as neither, kept
-old weights or read them wrongly: Unavailable. Differences that the engine's own arithmetic makes anyway do
-not count. Without a witness, or when it is too busy to be heard in time, nothing is claimed.
+A few one-token calls are compared with the weight probe of the checkpoint. An engine that answers like
+the previous weights, or like neither, raises Unavailable. Without a probe, or if the engine is too busy,
+nothing is checked.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from afield.interfaces.weight_probe import SESSION, WeightProbe, read_weight_pro
 from afield.types import Sampling
 
 log = logging.getLogger("afield.gateway")
-NOISE = 1e-4  # of float32, batched one way or another
-CLOSER = 3.0  # times as close to the old weights as to the new ones
-FAR = 0.3  # no arithmetic is that bad
+NOISE = 1e-4  # float32 rounding between batch layouts
+CLOSER = 3.0  # ratio of the distances to new and old weights
+FAR = 0.3  # beyond any rounding error
 PATIENCE_S = 30.0
 
 
@@ -31,14 +31,14 @@ async def witness_of(path: str) -> WeightProbe | None:
 async def check_weights_match(
     engine: Engine, version: int, new: WeightProbe | None, old: WeightProbe | None
 ) -> None:
-    """Unavailable when the engine does not answer with `version`; `old` is the version before, if known."""
+    """Raises Unavailable if the engine does not answer with `version`; `old` is the previous probe."""
     if new is None:
         return
     try:
         async with asyncio.timeout(PATIENCE_S):
             logprobs = await asyncio.gather(*(_hear(engine, new.prompt_ids[:n]) for n in new.lengths))
     except TimeoutError:
-        log.warning("version %d was not heard within %g s: the engine is busy", version, PATIENCE_S)
+        log.warning("weights: check timed out, engine is busy version=%d timeout_s=%g", version, PATIENCE_S)
         return
     distance = _distance(logprobs, new)
     same_questions = old is not None and (old.prompt_ids, old.lengths) == (new.prompt_ids, new.lengths)

@@ -1,4 +1,8 @@
-"""A worker: one engine of a pool, with its standing and its numbers."""
+"""Workers of an engine pool: health, membership, weights.
+
+A worker is entered, checked and loaded with the current weights before it is ready. After a failure it is
+unhealthy and checked again with back-off. Waiters are notified through `changed`.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +22,33 @@ from afield.interfaces.weight_probe import WeightProbe
 
 class WorkerHealth(StrEnum):
     READY = "ready"
-    UNHEALTHY = "unhealthy"  # broke, or lacks the weights; looked at again and again
+    UNHEALTHY = "unhealthy"  # failed, or lacks the weights; checked again with back-off
     LEAVING = "leaving"
 
 
 class WorkerInfo(Struct, frozen=True, kw_only=True):
-    """A worker as people and metrics see it."""
+    """State of a worker for the admin API and metrics."""
 
     id: str
+    """Worker id."""
     kind: str
+    """Engine kind."""
     url: str
+    """Engine URL; empty for one in process."""
     health: WorkerHealth
+    """Health."""
     reason: str
+    """Why it is not ready."""
     version: int | None
+    """Policy version."""
     in_flight: int
+    """Running calls."""
     calls: int
+    """Calls so far."""
     failures: int
+    """Failures so far."""
     notes: tuple[str, ...] = ()
+    """Engine's notes."""
 
 
 class EngineWorker:
@@ -44,9 +58,9 @@ class EngineWorker:
         self.reason = "not looked at yet"
         self.entered = False
         self.frozen = False
-        self.resuming = False  # it was told to go on, and may not have heard
+        self.resuming = False  # resume was requested and may have failed
         self.recovering = False
-        self.unchecked = False  # it got weights while it stood still
+        self.unchecked = False  # weights were loaded while paused
         self.facts: EngineInfo | None = None
         self.running_calls: set[ResumableCall] = set()
         self.sessions = 0
@@ -95,7 +109,7 @@ log = logging.getLogger("afield.gateway")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 START_PAUSE_S = 1.0
 TELL_EVERY_S = 10.0
-CHECK_S = 120.0  # until a worker that is looked at has answered
+CHECK_S = 120.0  # timeout of a check in seconds
 REFUSALS = (Unavailable, UsageError, Conflict)
 
 
@@ -109,16 +123,16 @@ class WorkerRegistry:
         self.changed = asyncio.Condition()
         self._check = check
         self._weights: tuple[int, str] | None = None
-        self._witness: WeightProbe | None = None  # of these weights
+        self._witness: WeightProbe | None = None  # probe of the current weights
         self._witness_before: WeightProbe | None = None
-        self._changing = asyncio.Lock()  # weights and membership, one at a time
+        self._changing = asyncio.Lock()  # one change of weights or members at a time
         self._tending: set[asyncio.Task[None]] = set()
         self._named = 0
 
     async def start(self, timeout_s: float = 0.0) -> None:
-        """With every worker that is up. One that can never serve, or none at all that does, is an error.
+        """Starts all workers. Raises if one is unusable or none is ready.
 
-        While none answers they are asked again, for `timeout_s`: a server may still load its model.
+        While none answers, it retries for `timeout_s`: a server may still load its model.
         """
         self.running = True
         loop = asyncio.get_running_loop()
@@ -138,7 +152,7 @@ class WorkerRegistry:
                 break
             if waited - last_report >= TELL_EVERY_S:
                 last_report = waited
-                message = "waiting for an engine: none answers after %.0f s of %g s: %s"
+                message = "workers: none ready waited_s=%.0f timeout_s=%g reasons=%s"
                 log.warning(message, waited, timeout_s, _reasons(failed))
             await asyncio.sleep(min(START_PAUSE_S, max(0.0, timeout_s - waited)))
         if unfit or none_up:
@@ -164,7 +178,7 @@ class WorkerRegistry:
         async with self.changed:
             self.changed.notify_all()
 
-    # --- membership -------------------------------------------------------------------------------
+    # --- membership ---
 
     def at(self, url: str) -> EngineWorker | None:
         return next((worker for worker in self.workers.values() if worker.url and worker.url == url), None)
@@ -196,7 +210,7 @@ class WorkerRegistry:
             self._named += 1
         return f"{kind}-{self._named}"
 
-    # --- health -----------------------------------------------------------------------------------
+    # --- health ---
 
     async def _try_first(self, worker: EngineWorker) -> AfieldError | None:
         try:
@@ -206,7 +220,7 @@ class WorkerRegistry:
         return None
 
     async def _admit(self, worker: EngineWorker) -> None:
-        """Enter, check, bring to the present weights; only then is it ready."""
+        """Enters, checks and loads a worker; then it is ready."""
         try:
             if not worker.entered:
                 await worker.engine.__aenter__()
@@ -214,8 +228,8 @@ class WorkerRegistry:
             await worker.resume()
             async with asyncio.timeout(CHECK_S):
                 facts = await self._check(worker.engine)
-        except (ValueError, OSError, RuntimeError) as error:  # a server that calls our questions bad ones
-            message = f"it cannot be looked at: {type(error).__name__}: {error}"
+        except (ValueError, OSError, RuntimeError) as error:  # servers that reject the check
+            message = f"check failed: {type(error).__name__}: {error}"
             raise Unavailable(message) from error
         async with self._changing:
             facts = await self._with_weights(worker, facts)
@@ -244,7 +258,7 @@ class WorkerRegistry:
         if worker.health is not WorkerHealth.LEAVING:
             worker.health = WorkerHealth.UNHEALTHY
         if self.running and not worker.recovering:
-            log.error("worker %s is set aside: %s", worker.id, reason)
+            log.error("worker %s: unhealthy reason=%s", worker.id, reason)
             worker.recovering = True
             task = asyncio.create_task(self._tend(worker))
             self._tending.add(task)
@@ -258,22 +272,24 @@ class WorkerRegistry:
                 pause = min(max(2 * pause, FIRST_PAUSE_S), LONGEST_PAUSE_S)
                 try:
                     await self._admit(worker)
-                    log.warning("worker %s is back", worker.id)
+                    log.warning("worker %s: ready again", worker.id)
                 except REFUSALS:
                     continue
-                except Exception as error:  # it is looked at again, whatever it said
-                    log.warning("worker %s: %s: %s", worker.id, type(error).__name__, error)
+                except Exception as error:  # retried in any case
+                    log.warning(
+                        "worker %s: check failed error=%s: %s", worker.id, type(error).__name__, error
+                    )
         finally:
             worker.recovering = False
         await self.tell()
 
-    # --- weights ----------------------------------------------------------------------------------
+    # --- weights ---
 
     async def load(self, version: int, path: str) -> None:
-        """Every worker that is up; one that fails is set aside and comes back only with these weights.
+        """Loads weights on all ready workers; a failed one is unhealthy until it has them.
 
-        One that says it has them but does not answer with them has failed, see `hearing`. Weights that
-        every worker refuses untouched (a path that is not there) change nothing.
+        A worker that does not answer with the weights has failed (see `weight_check`). If every worker
+        rejects them (for example a missing path), nothing changes.
         """
         async with self._changing:
             if version < self.version:
@@ -300,7 +316,7 @@ class WorkerRegistry:
                 raise Unavailable(f"no worker has loaded version {version} yet: {reasons or 'none is up'}")
 
     def _check_served(self) -> None:
-        """Who asks again, because the first answer was bad or got lost, hears no better one."""
+        """Raises Unavailable if no worker serves the current version."""
         if self.workers and not any(worker.ready for worker in self.workers.values()):
             reasons = "; ".join(f"{worker.id}: {worker.reason}" for worker in self.workers.values())
             raise Unavailable(f"no worker has loaded version {self.version} yet: {reasons}")
@@ -311,14 +327,14 @@ class WorkerRegistry:
             await self.check_weights(worker)
         except REFUSALS as error:
             return error
-        except Exception as error:  # a server that calls our questions bad ones, or breaks
-            return Unavailable(f"version {version} cannot be looked at: {type(error).__name__}: {error}")
+        except Exception as error:  # servers that reject the check, or break
+            return Unavailable(f"version {version} cannot be checked: {type(error).__name__}: {error}")
         if worker.facts is not None:
             worker.facts = structs.replace(worker.facts, version=version)
         return None
 
     async def check_weights(self, worker: EngineWorker) -> None:
-        """One that stands still answers nothing, and is heard when it goes on."""
+        """Checks a worker's weights; a paused one is checked after resume."""
         worker.unchecked = worker.frozen
         if not worker.frozen:
             await check_weights_match(worker.engine, self.version, self._witness, self._witness_before)

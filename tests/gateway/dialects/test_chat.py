@@ -106,7 +106,7 @@ def test_the_stream_folds_to_the_answer_and_its_echo_is_the_reply(
     reply = Message(role="assistant", content=content, reasoning=reasoning, tool_calls=made)
     _, wish = DIALECT.decode(asked({"model": "m", "messages": [USER]}))
     view = DIALECT.stream(STARTED, wish)
-    stream = view.begin() + b"".join(map(view.piece, pieces(reply, cuts))) + view.end(done(reply))
+    stream = view.begin() + b"".join(map(view.delta, pieces(reply, cuts))) + view.end(done(reply))
     (choice,) = DIALECT.response(STARTED, done(reply), wish)["choices"]
     folded: dict[str, Any] = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
     for event in read_events(stream):

@@ -155,7 +155,7 @@ def test_the_stream_folds_to_the_answer(text: str, cuts: list[int]) -> None:
     reply = Message(role="assistant", content=text)
     _, wish = DIALECT.decode(asked({"model": "m", "prompt": "Hi", "echo": True}))
     view = DIALECT.stream(STARTED, wish)
-    stream = view.begin() + b"".join(map(view.piece, pieces(reply, cuts))) + view.end(done(reply))
+    stream = view.begin() + b"".join(map(view.delta, pieces(reply, cuts))) + view.end(done(reply))
     (choice,) = DIALECT.response(STARTED, done(reply), wish)["choices"]
     told = "".join(event["choices"][0]["text"] for event in read_events(stream))
     assert told == choice["text"] == "Hi" + text

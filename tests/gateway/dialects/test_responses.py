@@ -265,7 +265,7 @@ def shown(reply: Message, cuts: list[int], **body: Any) -> tuple[list[dict[str, 
     """The events of a stream, and the answer without one."""
     _, wish = DIALECT.decode(asked({"model": "m", "input": "Hi", "tools": TOOLS, **body}))
     view = DIALECT.stream(STARTED, wish)
-    stream = view.begin() + b"".join(map(view.piece, pieces(reply, cuts))) + view.end(done(reply))
+    stream = view.begin() + b"".join(map(view.delta, pieces(reply, cuts))) + view.end(done(reply))
     answer = msgspec.json.encode(DIALECT.response(STARTED, done(reply), wish))
     return read_events(stream), json.loads(answer)
 

@@ -1,4 +1,8 @@
-"""The model dialects, each a view of one neutral event stream, and the paths they are served under."""
+"""Dialect registry: routes, and the list of models.
+
+The model list has one shape for OpenAI and Anthropic clients, and one for Gemini clients, which are
+recognised by path (`/v1beta`) or by how they send their key.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +47,7 @@ class RouteMatch(Struct, frozen=True):
 
 
 class Dialects:
-    """All of them, for one model."""
+    """All dialects, for one model."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         dialects = (
@@ -62,7 +66,7 @@ class Dialects:
         return None
 
     def of_path(self, path: str) -> Dialect:
-        """Whose errors a client on this path expects; OpenAI's where nothing is known."""
+        """Returns the dialect whose error shape fits a path; Chat by default."""
         if path.startswith("/v1/messages"):
             return self._by_name.get("anthropic", self._by_name["chat"])
         if path.startswith("/v1beta/"):
@@ -76,7 +80,7 @@ class Dialects:
 def models(
     name: str, path: str, headers: Mapping[str, str], query: Mapping[str, str]
 ) -> dict[str, Any] | None:
-    """The answer for a path; None for a path that asks for something else."""
+    """Returns the model list for a path; None for other paths."""
     kind, _, requested = path.removeprefix("/v1").removeprefix("beta").removeprefix("/").partition("/")
     if kind != "models":
         return None

@@ -1,10 +1,13 @@
-"""Anthropic Messages, the asking half: what a request says, as canonical messages.
+"""Anthropic Messages dialect.
 
-One assistant turn becomes one message however many blocks or entries it is sent in; each tool result
-becomes one tool message, ahead of what else its user entry says. Cache marks, billing lines and unknown
-keys are dropped. Tools marked `defer_loading` are not in the prompt's head: their definition is written
-where the conversation loads them, so that loading one keeps the root. Blocks of server-side tools are
-dropped with a tag; files, PDFs and block types nobody knows are refused.
+Requests: an assistant turn becomes one message, whatever its blocks. Each tool result becomes a tool
+message before the other content of its entry. Cache marks and billing lines are dropped. Tools with
+`defer_loading` are rendered where the conversation loads them, which keeps the root. Blocks of
+server-side tools are dropped with a tag; files, PDFs and unknown blocks are refused.
+
+Responses: reasoning is a thinking block whose signature names the turn, if the client enables thinking.
+Arguments that are not a JSON object are sent as text in one key. Context overflow uses the message that
+makes clients compact.
 """
 
 from __future__ import annotations
@@ -27,9 +30,9 @@ from afield.gateway.dialects.base import (
     ResponseOptions,
     as_arguments,
     as_object,
-    asks_again,
     encode,
     event,
+    is_retry,
 )
 from afield.gateway.dialects.request_options import checked, one, response_format
 from afield.gateway.images import Gallery
@@ -45,7 +48,7 @@ from afield.gateway.model_request import (
     requested_sampling,
 )
 from afield.gateway.parameters import check, check_within
-from afield.gateway.thinking import AskedReasoning
+from afield.gateway.thinking import ReasoningParameters
 from afield.gateway.turn_ids import item_id, seal, unseal
 from afield.types import FinishReason, ImageRef, Message, ToolCall
 
@@ -61,7 +64,7 @@ NAMES = {
 AS_TEXT = "send its text as a text block"
 
 
-# --- the wire ------------------------------------------------------------------------------------
+# --- wire types ---
 
 
 class AnthropicSource(Struct):
@@ -132,7 +135,7 @@ class AnthropicBody(RequestedSampling, kw_only=True):
 BODY = BodyReader("anthropic", AnthropicBody, "a Messages request")
 
 
-# --- the request ---------------------------------------------------------------------------------
+# --- requests ---
 
 
 def decode(raw: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
@@ -173,7 +176,7 @@ def decode(raw: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
         stream=bool(wire.stream),
         requested_sampling=requested_sampling(wire),
         hints=frozenset(reader.hints),
-        retry=asks_again(raw),
+        retry=is_retry(raw),
         thread=raw.headers.get("x-claude-code-agent-id", ""),
         tags=tuple(dict.fromkeys([*_unenforced(wire, toolbox), *reader.tags, *tags])),
         images=reader.gallery.images,
@@ -194,13 +197,13 @@ def _reasoning(wire: AnthropicBody) -> tuple[Reasoning, dict[str, str]]:
     effort = (wire.output_config or {}).get("effort")
     if not (wire.thinking or effort or wire.chat_template_kwargs):
         return NO_REASONING, {}
-    raw = AskedReasoning()
+    parameters = ReasoningParameters()
     thinking = wire.thinking or {}
-    raw.kind(thinking.get("type"), "thinking.type")
-    raw.budget(thinking.get("budget_tokens"), "thinking.budget_tokens")
-    raw.effort(effort, "output_config.effort", turns_on=False)  # how hard to think, not whether
-    raw.kwargs(wire.chat_template_kwargs)
-    return raw.made()
+    parameters.kind(thinking.get("type"), "thinking.type")
+    parameters.budget(thinking.get("budget_tokens"), "thinking.budget_tokens")
+    parameters.effort(effort, "output_config.effort", turns_on=False)  # does not enable thinking
+    parameters.kwargs(wire.chat_template_kwargs)
+    return parameters.build()
 
 
 def _given_choice(wire: AnthropicBody) -> AnthropicToolChoice | None:
@@ -247,9 +250,9 @@ def _unenforced(wire: AnthropicBody, toolbox: _Toolbox) -> list[str]:
 
 
 class _Toolbox:
-    """The tools of a request: those in the prompt's head, and those that the conversation loads later.
+    """Tools of a request: in the system prompt, or loaded later by the conversation.
 
-    Where a server-side search would have loaded them, none would ever be; then all are in the head.
+    With a server-side search tool nothing is loaded later, so all are in the system prompt.
     """
 
     def __init__(self, wires: Sequence[AnthropicTool]) -> None:
@@ -266,7 +269,7 @@ class _Toolbox:
 
     @property
     def callable(self) -> list[Tool]:
-        """All that the conversation may have loaded."""
+        """All tools that the conversation may have loaded."""
         return list(self._known.values())
 
     def definition(self, name: str) -> str:
@@ -275,7 +278,7 @@ class _Toolbox:
 
 
 def _tool(wire: AnthropicTool) -> Tool:
-    """As a Chat client would write it, so that the same tools give the same root in both dialects."""
+    """Converts a tool to the Chat shape, so that all dialects share roots."""
     parameters = wire.input_schema or {}
     described = {} if wire.description is None else {"description": wire.description}
     function = {"name": wire.name, **described, "parameters": parameters}
@@ -283,7 +286,7 @@ def _tool(wire: AnthropicTool) -> Tool:
 
 
 class _MessageReader:
-    """Reads the entries of one request and keeps what they refer to: images, our marks, tags."""
+    """Reads the messages of a request, and collects images, turn hints and tags."""
 
     def __init__(self, toolbox: _Toolbox) -> None:
         self._toolbox = toolbox
@@ -379,7 +382,7 @@ class _MessageReader:
         raise bad_request(f"{where}: an image with a source of type {kind!r}", "send it as base64 or by URL")
 
     def _other(self, block: AnthropicBlock, where: str) -> str:
-        """What a block that is neither text nor image says in words."""
+        """Returns the text of a block that is neither text nor image."""
         if block.type in ("document", "search_result"):
             return self._document(block, where)
         if block.type == "tool_reference":
@@ -541,7 +544,7 @@ def _tool_use(call: ToolCall) -> dict[str, Any]:
 
 
 class AnthropicStream:
-    """The answer in events: one block is open at a time."""
+    """Encodes events; one content block is open at a time."""
 
     content_type = EVENTS
 

@@ -1,11 +1,9 @@
-"""What a dialect is: a way to ask, and a view of what comes.
+"""Dialect interface: decodes requests, encodes responses and streams.
 
-A dialect decodes a request into a `ModelRequest` and a `ResponseOptions`, and shows the items of the call as
-one
-answer (`answer`) or as a stream of bytes (`view`). The table in `parameters` says what becomes of each
-parameter; of a conversation's parts, those that only a provider understands are left out with a tag
-`unenforced:NAME`. It keeps no state: everything a later request may refer to is in the ids and marks
-that it hands out (see `marks`).
+A dialect decodes a request into `ModelRequest` and `ResponseOptions`, and encodes the call's events as
+one response or a stream. `parameters` lists the handling of each parameter; content that only a provider
+understands is dropped with a tag `unenforced:NAME`. Dialects are stateless: later requests refer to turns
+by ids (see `turn_ids`).
 """
 
 from __future__ import annotations
@@ -26,47 +24,58 @@ T = TypeVar("T")
 ENCODER = msgspec.json.Encoder()
 encode = ENCODER.encode
 EVENTS = b"text/event-stream"
-PREFILL = "unenforced:prefill"  # tag of a turn whose request ends with the beginning of an answer
-TOOLS_TAG = "overridden:tools"  # begins the tags of turns with tools that only a provider could run
-STRICT = f"{TOOLS_TAG}.strict"  # tag of a turn whose tools' arguments are not held to their schemas
-MAX_KEY = 256  # characters of an idempotency key that are looked at
+PREFILL = "unenforced:prefill"  # tag of a request that ends with an assistant message
+TOOLS_TAG = "overridden:tools"  # prefix of the tag for tools that only a provider runs
+STRICT = f"{TOOLS_TAG}.strict"  # tag of tools whose strict schemas are not enforced
+MAX_KEY = 256  # maximum length of an idempotency key
 
 
 class RawRequest(Struct, frozen=True):
-    """A request as it came. `parts` are the named pieces of its path, header names are in lower case.
-
-    `memo` is what the session's client has sent before, where the dialect cares to use it.
-    """
+    """An HTTP request of a dialect."""
 
     path: str
+    """Path without the session prefix."""
     body: bytes
+    """Decompressed body."""
     parts: Mapping[str, str]
+    """Named parts of the path."""
     query: Mapping[str, str]
+    """Query parameters."""
     headers: Mapping[str, str]
+    """Headers with lower-case names."""
     memo: MessageCache | None = None
+    """Cache of the session's decoded messages; None in a thread."""
     session_id: str = ""
+    """Session of the request."""
     ignore: bool = False
-    """Whether the session goes on without parameters that would be refused."""
+    """Whether the session ignores unsupported parameters."""
 
 
 class ResponseOptions(Struct, frozen=True, kw_only=True):
-    """What the client wants of the answer, besides the answer. `echo` is what its dialect repeats in it."""
+    """Options for the encoding of a response."""
 
     model: str = ""
+    """Model name in the response."""
     usage: bool = False
+    """Whether a stream ends with the usage."""
     logprobs: bool = False
+    """Whether log-probabilities are included."""
     reasoning: bool = True
-    """Whether the reasoning is shown; it is recorded in any case."""
+    """Whether reasoning is included; it is recorded in any case."""
     token_ids: bool = False
+    """Whether token ids are included."""
     top_logprobs: int = 0
+    """Top log-probabilities per token."""
     prompt_logprobs: bool = False
+    """Whether prompt log-probabilities are included."""
     tokens_as_ids: bool = False
-    """Whether tokens are named by their ids in place of their text (vLLM's `return_tokens_as_token_ids`)."""
+    """Whether tokens are written as ids (vLLM's `return_tokens_as_token_ids`)."""
     echo: Mapping[str, Any] = {}
+    """Dialect's own fields that the response repeats."""
 
 
 class StreamEncoder(Protocol):
-    """One answer as a stream: `opening`, any number of `piece`s, then `closing` or `failing`."""
+    """Encodes one response as a stream: `begin`, `delta`s, then `end` or `error`."""
 
     content_type: bytes
 
@@ -79,7 +88,7 @@ class StreamEncoder(Protocol):
     def error(self, error: ApiError) -> bytes: ...
 
     def keepalive(self) -> bytes:
-        """Sent while nothing else is; may come before the opening."""
+        """Bytes to send while nothing is sampled; may precede `begin`."""
         ...
 
 
@@ -97,7 +106,7 @@ class Dialect(Protocol):
     def encode_error(self, error: ApiError) -> dict[str, Any]: ...
 
     def count(self, tokens: int) -> dict[str, Any]:
-        """The answer to a question how many tokens a request has."""
+        """Encodes the response to a token count request."""
         ...
 
 
@@ -109,7 +118,7 @@ def read(decoder: msgspec.json.Decoder[T], body: bytes, description: str) -> T:
 
 
 def data(value: object) -> bytes:
-    """A server-sent event without a name."""
+    """Encodes a server-sent event without a name."""
     return b"data: " + encode(value) + b"\n\n"
 
 
@@ -117,14 +126,14 @@ def event(name: str, value: object) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + encode(value) + b"\n\n"
 
 
-def asks_again(raw: RawRequest) -> bool:
-    """Whether the client's library says that it has asked this before."""
+def is_retry(raw: RawRequest) -> bool:
+    """Returns whether the client marks the request as a retry."""
     count = raw.headers.get("x-stainless-retry-count", "")
     return count.isdigit() and int(count) > 0
 
 
 def idempotency_key(raw: RawRequest) -> str:
-    """The client's own name for a request, the same in all tries; empty if it gives none."""
+    """Returns the idempotency key of a request; empty if there is none."""
     return raw.headers.get("idempotency-key", "")[:MAX_KEY]
 
 
@@ -134,7 +143,11 @@ NAMES = msgspec.json.Decoder(dict[str, Raw])
 
 
 class BodyReader(Generic[B]):
-    """`under` is the object that this reads, with a dot behind it; `spelled` gives the spelling of names."""
+    """Decodes a request body, and checks parameters that the dialect does not read.
+
+    Known parameters are decoded in one pass. An unknown name makes that pass fail; then each name is
+    looked up in `parameters`. `under` is the path of a nested object, `spelled` normalises names.
+    """
 
     def __init__(
         self,
@@ -170,7 +183,7 @@ class BodyReader(Generic[B]):
         self._lenient = msgspec.json.Decoder(body)
 
     def read(self, raw: RawRequest, body: bytes | None = None) -> tuple[B, tuple[str, ...]]:
-        """The request, and the tags of what was ignored."""
+        """Returns the decoded body and the tags of ignored parameters."""
         text = raw.body if body is None else body
         try:
             return self._strict.decode(text or b"{}"), ()
@@ -191,7 +204,7 @@ OBJECT = msgspec.json.Decoder(dict[str, Raw])
 
 
 def as_object(arguments: str) -> str:
-    """The text of a JSON object that any client can read."""
+    """Returns arguments as the text of a JSON object; other text is wrapped in one key."""
     text = arguments if arguments.strip() else "{}"
     try:
         OBJECT.decode(text)
@@ -201,7 +214,7 @@ def as_object(arguments: str) -> str:
 
 
 def as_arguments(arguments: Raw, where: str) -> str:
-    """The arguments of a call a client sends back."""
+    """Returns the arguments of an echoed call; unwraps those of `as_object`."""
     try:
         text = bytes(arguments).decode()
     except UnicodeDecodeError as error:

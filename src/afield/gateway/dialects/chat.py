@@ -1,8 +1,4 @@
-"""OpenAI Chat Completions.
-
-`parameters` says what becomes of each parameter. A client that asks for `logprobs` or `return_token_ids`
-gets exactly what is recorded.
-"""
+"""OpenAI Chat Completions dialect."""
 
 from __future__ import annotations
 
@@ -23,9 +19,9 @@ from afield.gateway.dialects.base import (
     BodyReader,
     RawRequest,
     ResponseOptions,
-    asks_again,
     data,
     encode,
+    is_retry,
     read,
 )
 from afield.gateway.dialects.logprobs import TokenText, check_count
@@ -53,7 +49,7 @@ from afield.gateway.model_request import (
 )
 from afield.gateway.parameters import check_within, unsupported
 from afield.gateway.request_cache import MessageCache
-from afield.gateway.thinking import AskedReasoning
+from afield.gateway.thinking import ReasoningParameters
 from afield.interfaces.engine import TopLogprobs
 from afield.types import FinishReason, ImageRef, Message, Role, ToolCall
 
@@ -68,10 +64,10 @@ ROLES: dict[str, Role] = {
 
 NAMES = {"must_call": "tool_choice", "parallel_calls": "parallel_tool_calls", "output": "response_format"}
 TEXTS = ("text", "refusal", "input_text", "output_text")
-THOUGHTS = ("thinking", "reasoning", "redacted_thinking")  # what frameworks echo of other providers' answers
+THOUGHTS = ("thinking", "reasoning", "redacted_thinking")  # parts of other providers that frameworks echo
 
 
-# --- requests ------------------------------------------------------------------------------------
+# --- requests ---
 
 
 class ChatImageUrl(Struct, gc=False):
@@ -119,7 +115,7 @@ class ChatTool(Struct):
 
 
 class Structured(RequestedSampling, kw_only=True):
-    """The fields of OpenAI and vLLM for the form of a reply."""
+    """Output format fields of OpenAI and vLLM."""
 
     response_format: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -129,8 +125,8 @@ class Structured(RequestedSampling, kw_only=True):
     structured_outputs: dict[str, Any] | None = None
 
 
-def asked_output(wire: Structured) -> tuple[OutputFormat | None, str]:
-    """The form that a request wants, and the parameter that asks for it."""
+def requested_output(wire: Structured) -> tuple[OutputFormat | None, str]:
+    """Returns the requested output format and the parameter that names it."""
     first = response_format(wire.response_format, "response_format")
     if all(guide is None for guide in _output_values(wire)):
         return first, "response_format"
@@ -183,7 +179,7 @@ def decode(raw: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
         choice = checked(openai_choice(wire.tool_choice, nested=True), tools, "tool_choice")
     if _SPECIAL(wire) != _NOTHING:
         tags += _check_objects(wire, raw.ignore)
-        output, output_name = asked_output(wire)
+        output, output_name = requested_output(wire)
         reasoning, reasoning_names = _reasoning(wire)
         names = {**NAMES, "output": output_name, **reasoning_names}
     request = ModelRequest(
@@ -204,7 +200,7 @@ def decode(raw: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
         top_logprobs=wire.top_logprobs or 0,
         prompt_logprobs=wire.prompt_logprobs,
         requested_sampling=requested_sampling(wire),
-        retry=asks_again(raw),
+        retry=is_retry(raw),
         tags=(*tool_tags, *tags),
         images=gallery.images,
         image_places=gallery.places,
@@ -250,20 +246,20 @@ def _check_objects(wire: ChatBody, ignore: bool) -> tuple[str, ...]:
 def _reasoning(wire: ChatBody) -> tuple[Reasoning, dict[str, str]]:
     if all(getattr(wire, name) is None for name in _THINKING):
         return NO_REASONING, {}
-    asked = AskedReasoning()
-    asked.kwargs(wire.chat_template_kwargs)
-    asked.switch(wire.enable_thinking, "enable_thinking")
-    asked.effort(wire.reasoning_effort, "reasoning_effort")
-    asked.budget(wire.thinking_token_budget, "thinking_token_budget")
-    asked.budget(wire.thinking_budget, "thinking_budget")
+    parameters = ReasoningParameters()
+    parameters.kwargs(wire.chat_template_kwargs)
+    parameters.switch(wire.enable_thinking, "enable_thinking")
+    parameters.effort(wire.reasoning_effort, "reasoning_effort")
+    parameters.budget(wire.thinking_token_budget, "thinking_token_budget")
+    parameters.budget(wire.thinking_budget, "thinking_budget")
     if wire.reasoning:
-        asked.switch(wire.reasoning.get("enabled"), "reasoning.enabled")
-        asked.effort(wire.reasoning.get("effort"), "reasoning.effort")
-        asked.budget(wire.reasoning.get("max_tokens"), "reasoning.max_tokens")
+        parameters.switch(wire.reasoning.get("enabled"), "reasoning.enabled")
+        parameters.effort(wire.reasoning.get("effort"), "reasoning.effort")
+        parameters.budget(wire.reasoning.get("max_tokens"), "reasoning.max_tokens")
     if wire.thinking:
-        asked.kind(wire.thinking.get("type"), "thinking.type")
-        asked.budget(wire.thinking.get("budget_tokens"), "thinking.budget_tokens")
-    return asked.made()
+        parameters.kind(wire.thinking.get("type"), "thinking.type")
+        parameters.budget(wire.thinking.get("budget_tokens"), "thinking.budget_tokens")
+    return parameters.build()
 
 
 def _check(wire: ChatBody) -> None:
@@ -296,7 +292,7 @@ def _messages(raw: bytes, gallery: Gallery, memo: MessageCache | None) -> tuple[
         wires = read(MESSAGES, raw, f"a chat completion request, in messages from {before} on")
         return tuple([_message(wire, n, gallery) for n, wire in enumerate(wires, before)])
 
-    # What an image is made of is not in its message, so conversations with images are read whole.
+    # Images are not part of their messages, so conversations with images are decoded whole.
     return memo.read(raw, some) if memo and b"image" not in raw else some(raw, 0)
 
 
@@ -346,10 +342,9 @@ def _call(call_id: str | None, wire: ChatFunctionCall) -> ToolCall:
 
 @lru_cache(maxsize=64)
 def _tools(raw: bytes, ignore: bool) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
-    """The tools, and tags for those a provider would run itself, which nobody runs here.
+    """Decodes tools, and returns tags for those that only a provider runs.
 
-    The template renders the tool objects as the client wrote them, unknown keys included. Clients send
-    the same tools again with every request, so they are read once.
+    The template renders the tool objects as sent. Clients repeat their tools, so they are cached.
     """
     tools: list[Tool] = []
     tags: list[str] = []
@@ -372,7 +367,7 @@ def _tools(raw: bytes, ignore: bool) -> tuple[tuple[Tool, ...], tuple[str, ...]]
     return tuple(tools), tuple(dict.fromkeys(tags))
 
 
-# --- answers -------------------------------------------------------------------------------------
+# --- responses ---
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
@@ -457,7 +452,7 @@ def envelope(kind: str, started: CallStarted, options: ResponseOptions) -> dict[
 
 
 class ChatStream:
-    """The answer in chunks. What all chunks share is encoded once."""
+    """Encodes chunks; their common part is encoded once."""
 
     content_type = EVENTS
 

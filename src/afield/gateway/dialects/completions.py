@@ -1,9 +1,7 @@
-"""OpenAI Completions: a prompt of text or ids, and everything sampled after it as text.
+"""OpenAI Completions dialect: a raw prompt, and the sampled text.
 
-Nothing is parsed: what looks like a tool call or reasoning stays in the text. Several prompts, several
-choices and `suffix` are refused. With `echo` the prompt comes first, and with `logprobs` its own
-log-probabilities, which are the model's without temperature; with `max_tokens` 0 nothing is sampled. A client
-that asks for `logprobs` or `return_token_ids` gets exactly what is recorded, and `top_logprobs` of others.
+Nothing is parsed: tool calls and reasoning stay text. With `echo` the prompt precedes the text, and with
+`logprobs` it is scored without temperature; `max_tokens` 0 samples nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from typing import Any
 from afield.chat import ChatTokenizer, TextDelta
 from afield.gateway.api_error import ApiError, bad_request
 from afield.gateway.dialects import chat
-from afield.gateway.dialects.base import EVENTS, BodyReader, RawRequest, ResponseOptions, asks_again, data
+from afield.gateway.dialects.base import EVENTS, BodyReader, RawRequest, ResponseOptions, data, is_retry
 from afield.gateway.dialects.logprobs import TokenText, check_count
 from afield.gateway.model_request import (
     CallDelta,
@@ -57,7 +55,7 @@ def decode(raw: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
         if value := getattr(wire, name):
             tags += check_within("completions", name, value, ignore=raw.ignore)
     prompt = _prompt(wire.prompt)
-    output, output_name = chat.asked_output(wire)
+    output, output_name = chat.requested_output(wire)
     request = ModelRequest(
         dialect="completions",
         model=wire.model or "",
@@ -69,7 +67,7 @@ def decode(raw: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
         stop=(wire.stop,) if isinstance(wire.stop, str) else tuple(wire.stop or ()),
         stream=bool(wire.stream),
         requested_sampling=requested_sampling(wire),
-        retry=asks_again(raw),
+        retry=is_retry(raw),
         output=output,
         names=NAMES | {"output": output_name} if output else NAMES,
         tags=tags,
@@ -98,7 +96,7 @@ def _check(wire: CompletionsBody) -> None:
 
 
 def _scores_prompt(wire: CompletionsBody) -> int | None:
-    """How many of the likeliest tokens are wanted at each place of the prompt."""
+    """Returns the number of top log-probabilities per prompt token; None for none."""
     repeated = int(wire.logprobs) if wire.echo and wire.logprobs not in (None, False) else None
     if wire.prompt_logprobs is None or repeated is None:
         return wire.prompt_logprobs if repeated is None else repeated
@@ -153,7 +151,7 @@ class Completions:
 
 
 class CompletionBuilder:
-    """What one answer is made of; counts the characters its tokens have spelled."""
+    """Builds the choices of one response, and counts text offsets."""
 
     def __init__(self, started: CallStarted, options: ResponseOptions, tokenizer: ChatTokenizer) -> None:
         self.envelope: Json = {
@@ -170,7 +168,7 @@ class CompletionBuilder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def before(self) -> str:
-        """The prompt's text, where the client wants it repeated."""
+        """Returns the prompt's text for `echo`."""
         prompt = self._options.echo.get("prompt", "")
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
@@ -178,7 +176,7 @@ class CompletionBuilder:
         return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
     def prompt_logprobs(self, scored: Sequence[TopLogprobs] | None) -> Json | None:
-        """Of a prompt that is repeated: nothing comes before its first token, so that has none."""
+        """Returns the log-probabilities of an echoed prompt; the first token has none."""
         if not self._options.logprobs:
             return None
         prompt_ids = self._started.prompt_ids
@@ -214,14 +212,14 @@ class CompletionBuilder:
         }
 
     def _top(self, token: int, logprob: float, top: TopLogprobs) -> dict[str, float]:
-        """The token itself, then as many of the likeliest as were asked for."""
+        """Returns the token and the requested number of top tokens."""
         logprobs = {self._name(token): logprob}
         for other, p in top[: self._options.top_logprobs]:
             logprobs.setdefault(self._name(other), p)
         return logprobs
 
     def _name(self, token: int) -> str:
-        """The token's text; its bytes where it is a part of a character, so that no two are the same."""
+        """Returns the token's text, or its bytes if it is part of a character."""
         text = self.texts.text(token)
         if REPLACEMENT not in text:
             return text
@@ -244,7 +242,7 @@ class CompletionsStream:
         self._repeated = not options.echo
 
     def begin(self) -> bytes:
-        """The prompt, for a client that wants it repeated as text or as ids; scored it comes with a piece."""
+        """Encodes the prompt for `echo` or `return_token_ids`; a scored one comes with the first delta."""
         if self._options.echo and not self._options.logprobs:
             return self._repeat(None)
         if not self._options.token_ids or self._options.echo:
@@ -264,7 +262,7 @@ class CompletionsStream:
         )
 
     def _repeat(self, scores: Sequence[TopLogprobs] | None) -> bytes:
-        """The prompt, before what was sampled after it."""
+        """Encodes the echoed prompt."""
         self._repeated = True
         scored = self._builder.prompt_logprobs(scores)
         ids = {"prompt_token_ids": self._started.prompt_ids} if self._options.token_ids else {}

@@ -1,4 +1,12 @@
-"""Gemini generateContent on the wire: the fields that are read, in camel or snake case."""
+"""Gemini dialect: generateContent, streamGenerateContent, countTokens.
+
+Requests: field names may be in camel or snake case. Adjacent model contents are one turn. A function
+response is matched to its call by id, or by name in order. Tools that Google runs are dropped with a tag;
+several candidates, cached contents and media other than text and images are refused.
+
+Responses: reasoning is a thought part, if requested; its signature and those of calls name the turn.
+Streams are server-sent events with `alt=sse`, else one JSON array.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +39,9 @@ from afield.gateway.dialects.base import (
     ResponseOptions,
     as_arguments,
     as_object,
-    asks_again,
     data,
     encode,
+    is_retry,
     read,
 )
 from afield.gateway.dialects.logprobs import check_count, recorded
@@ -51,7 +59,7 @@ from afield.gateway.model_request import (
     requested_sampling,
 )
 from afield.gateway.parameters import CALLING, check_within
-from afield.gateway.thinking import AskedReasoning
+from afield.gateway.thinking import ReasoningParameters
 from afield.gateway.turn_ids import item_id, seal, unseal
 from afield.types import FinishReason, ImageRef, Message, ToolCall
 
@@ -128,7 +136,7 @@ class GenerationConfig(RequestedSampling, kw_only=True, rename="camel"):
     thinking_config: dict[str, Any] | None = None
     response_logprobs: bool | None = False
     logprobs: int | None = None
-    # Named again, so that they are renamed too.
+    # Repeated here so that `rename` applies.
     top_p: float | None = None
     top_k: float | None = None
     presence_penalty: float | None = None
@@ -158,7 +166,7 @@ class Declaration(Wire):
 WHAT = "a generateContent request"
 BODY = BodyReader("gemini", GeminiBody, WHAT, spelled=camel_name)
 CONFIG = BodyReader("gemini", GenerationConfig, f"{WHAT}: generationConfig", "generationConfig.", camel_name)
-# Names that are looked for in objects that are read as they come.
+# Names in objects that are decoded as plain dicts.
 _READ = ("function_declarations", "function_calling_config")
 _STRUCTS = (
     GeminiFunctionCall,
@@ -173,18 +181,19 @@ _STRUCTS = (
     GeminiBody,
     Declaration,
 )
-# Every name of a field that has another spelling in snake case: no list to forget one in. What the table
-# alone has is respelled when it is looked up.
+# All field names with a snake-case spelling, derived from the structs. Other
+# names are normalised when they are looked up.
 _SNAKE_NAMES = sorted({n for struct in _STRUCTS for n in struct.__struct_fields__ if "_" in n} | {*_READ})
 SNAKE = re.compile(rf'"(?:{"|".join(_SNAKE_NAMES)})"\s*:'.encode())
 ANY = msgspec.json.Decoder()
-# Below these lies the client's own data, whose keys are not ours to respell.
+# Client data, whose keys are kept.
 OPAQUE = {"args", "response", "parameters", "parametersJsonSchema", "responseSchema", "responseJsonSchema"}
 
 
 def read_body_and_config(raw: RawRequest) -> tuple[GeminiBody, GenerationConfig, tuple[str, ...]]:
-    """A request and its configuration, and the tags of what was ignored. Where it wraps another, as in
-    counting tokens, the one inside."""
+    """Decodes body and generationConfig, and returns the tags of ignored parameters. A countTokens request
+    contains the body.
+    """
     body = raw.body
     if SNAKE.search(body):
         body = encode(camel(read(ANY, body, WHAT)))
@@ -198,7 +207,7 @@ def read_body_and_config(raw: RawRequest) -> tuple[GeminiBody, GenerationConfig,
 
 
 def camel(value: Any) -> Any:
-    """The same with the names of fields in camel case; both are allowed on the wire."""
+    """Converts field names to camel case."""
     if isinstance(value, list):
         return [camel(item) for item in value]
     if not isinstance(value, dict):
@@ -207,10 +216,10 @@ def camel(value: Any) -> Any:
     return {key: item if key in OPAQUE else camel(item) for key, item in camel_case.items()}
 
 
-# What a function is said to return when it returns one thing.
+# Keys of a function result with a single value.
 WRAPPERS = ("result", "output")
 TYPES = {name.upper(): name for name in ("string", "number", "integer", "boolean", "array", "object", "null")}
-# Google's schema in the spelling of its Python clients; other names are the same in both.
+# Snake-case names of Google's Python clients; all others are equal.
 SCHEMA_NAMES = {
     **{
         name: camel_name(name)
@@ -270,7 +279,7 @@ def decode(raw: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
         stream=raw.parts.get("method") == "streamGenerateContent",
         requested_sampling=requested_sampling(config),
         hints=frozenset(reader.hints),
-        retry=asks_again(raw),
+        retry=is_retry(raw),
         tags=tuple(dict.fromkeys([*tags, *reader.tags, *ignored])),
         images=reader.gallery.images,
         image_places=reader.gallery.places,
@@ -297,22 +306,22 @@ def _check(wire: GeminiBody, config: GenerationConfig) -> None:
 
 
 def _reasoning(thinking: Mapping[str, Any]) -> tuple[Reasoning, dict[str, str]]:
-    """A budget of 0 is none, one of -1 leaves it to the model."""
+    """Budget 0 disables thinking; -1 leaves it to the model."""
     budget, level = thinking.get("thinkingBudget"), thinking.get("thinkingLevel")
     if budget is None and level is None:
         return NO_REASONING, {}
-    raw = AskedReasoning()
+    parameters = ReasoningParameters()
     if budget == 0:
-        raw.switch(False, f"{THINKING}.thinkingBudget")
+        parameters.switch(False, f"{THINKING}.thinkingBudget")
     elif budget != -1:
-        raw.budget(budget, f"{THINKING}.thinkingBudget")
+        parameters.budget(budget, f"{THINKING}.thinkingBudget")
     if level is not None and level != "THINKING_LEVEL_UNSPECIFIED":
-        raw.effort(level.lower() if isinstance(level, str) else level, f"{THINKING}.thinkingLevel")
-    return raw.made()
+        parameters.effort(level.lower() if isinstance(level, str) else level, f"{THINKING}.thinkingLevel")
+    return parameters.build()
 
 
 def _choice(wire: GeminiBody, tools: Sequence[Tool]) -> ToolChoice:
-    """VALIDATED leaves the choice to the model, and holds its calls to what is declared."""
+    """VALIDATED leaves the choice to the model, and constrains its calls to the declarations."""
     calling = (wire.tool_config or {}).get("functionCallingConfig")
     if not calling:
         return request_options.AUTO
@@ -391,7 +400,7 @@ def _tools(wires: Sequence[Mapping[str, Any]]) -> tuple[tuple[Tool, ...], list[s
 
 
 def _tool(wire: Declaration) -> Tool:
-    """As a Chat client would write it, so that the same tools give the same root in both dialects."""
+    """Converts a declaration to the Chat shape, so that all dialects share roots."""
     parameters = wire.parameters_json_schema
     if parameters is None:
         parameters = _schema(wire.parameters or {})
@@ -401,7 +410,7 @@ def _tool(wire: Declaration) -> Tool:
 
 
 def _schema(google_schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Google's schema as JSON schema: types in small letters, and first, where others write them."""
+    """Converts a Google schema to JSON schema, with lower-case types in first place."""
     kind = google_schema.get("type")
     schema: dict[str, Any] = (
         {} if kind is None else {"type": TYPES.get(kind, kind) if isinstance(kind, str) else kind}
@@ -420,7 +429,7 @@ def _schema(google_schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _ContentReader:
-    """Reads the contents of one request and keeps what they refer to: images, our marks, tags."""
+    """Reads the contents of a request, and collects images, turn hints and tags."""
 
     def __init__(self) -> None:
         self.gallery = Gallery()
@@ -550,7 +559,7 @@ def _plain(blob: Blob, where: str) -> str:
 
 
 def _returned(response: Any) -> str:
-    """What the function returned, as a Chat client would say it: text as it is, the rest as JSON."""
+    """Returns a function result as Chat clients send it: text, or JSON."""
     if isinstance(response, dict) and len(response) == 1:
         (key,) = response
         response = response[key] if key in WRAPPERS else response
@@ -646,7 +655,7 @@ def chunk(
 
 
 def _usage(prompt: int, sampled: int, thought: int) -> dict[str, int]:
-    """What was thought is not among a candidate's tokens here."""
+    """Reasoning tokens are not part of the candidates' tokens."""
     counts = {"candidatesTokenCount": sampled - thought} if sampled else {}
     counts |= {"thoughtsTokenCount": thought} if thought else {}
     return {"promptTokenCount": prompt, **counts, "totalTokenCount": prompt + sampled}
@@ -696,7 +705,7 @@ class GeminiStream:
         return self._write(chunk(parts, self._started, self._options)) if parts else b""
 
     def end(self, finished: CallFinished) -> bytes:
-        # Clients take a chunk without parts for an answer gone wrong.
+        # Clients treat a chunk without parts as an error.
         fields = ending(finished, self._options, self._tokenizer)
         last = self._write(chunk([{"text": ""}], self._started, self._options, fields, finished))
         return last if self._sse else last + b"]\n"
@@ -705,7 +714,7 @@ class GeminiStream:
         return self._write(error_body(error)) if self._sse else self._write(error_body(error)) + b"]\n"
 
     def keepalive(self) -> bytes:
-        """A blank line: Google's client takes a comment for data."""
+        """A blank line: Google's client parses comments as data."""
         return b"\n"
 
     def _write(self, value: object) -> bytes:

@@ -1,7 +1,7 @@
-"""Log-probabilities as clients are shown them: a token's text and bytes, and the likeliest others.
+"""Encodes log-probabilities: token text, bytes and top alternatives.
 
-The sampled token's is always the recorded one, also among the likeliest. A token that is part of a character
-has the bytes of its own, and the replacement character as its text.
+The sampled token always has the recorded value, among the alternatives too. A token that is part of a
+character has its own bytes and the replacement character as text.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ Json = dict[str, Any]
 
 def check_count(count: int | None, name: str, maximum: int = MOST) -> int:
     if count is not None and not 0 <= count <= maximum:
-        error = bad_request(f"{name}={count} must be between 0 and {maximum}")
-        error.parameter = name
-        raise error
+        raise bad_request(f"{name}={count} must be between 0 and {maximum}", parameter=name)
     return count or 0
 
 
 class TokenText:
-    """How tokens are written in an answer."""
+    """Writes tokens as text or ids."""
 
     def __init__(self, tokenizer: ChatTokenizer, options: ResponseOptions) -> None:
         self._tokenizer = tokenizer
@@ -38,7 +36,7 @@ class TokenText:
         return f"token_id:{token}" if self._as_ids else self._tokenizer.piece(token).decode(errors="replace")
 
     def entry(self, token: int, logprob: float) -> Json:
-        """As Chat and Responses have it."""
+        """Encodes a token for Chat and Responses."""
         return {"token": self.text(token), "logprob": logprob, "bytes": list(self._tokenizer.piece(token))}
 
     def entries(
@@ -48,7 +46,7 @@ class TokenText:
         tops: Sequence[TopLogprobs] = (),
         count: int = MOST,
     ) -> list[Json]:
-        """With the likeliest tokens of each place, at most `count`."""
+        """Encodes tokens with at most `count` top alternatives each."""
         return [
             {
                 **self.entry(token, logprob),
@@ -58,11 +56,11 @@ class TokenText:
         ]
 
     def prompt(self, scored: Sequence[TopLogprobs]) -> list[Json | None]:
-        """As vLLM shows prompts: by token id, nothing for the first token."""
+        """Encodes prompt log-probabilities as vLLM does: by token id, None for the first token."""
         return [self._ranked(top) if top else None for top in scored]
 
     def _ranked(self, top: TopLogprobs) -> Json:
-        """A rank is told where it is known: among the likeliest that were asked for."""
+        """Ranks are given among the requested top tokens only."""
         ordered = sorted(top, key=lambda pair: -pair[1])
         ranks = {token: rank for rank, (token, _) in enumerate(ordered, 1)}
         if ranks[top[0][0]] == len(top) > 1:
@@ -78,5 +76,5 @@ class TokenText:
 
 
 def recorded(top: TopLogprobs, token: int, logprob: float) -> TopLogprobs:
-    """The likeliest tokens with what is recorded for the one that was sampled."""
+    """Returns the top tokens with the recorded value for the sampled one."""
     return tuple((other, logprob if other == token else p) for other, p in top)

@@ -1,4 +1,4 @@
-"""Tool choice in any dialect: whether a reply may, must or must not call, and which tools."""
+"""Tool choice and output format, shared by the dialects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from afield.gateway.model_request import OutputFormat
 
 
 class ToolChoice(Struct, frozen=True, kw_only=True):
-    """As `ModelRequest` has it; `callable_tools` are names, all tools if empty."""
+    """Tool choice of a request; empty `callable_tools` means all."""
 
     may_call: bool = True
     must_call: bool = False
@@ -37,7 +37,7 @@ def forced(name: str) -> ToolChoice:
 
 
 def checked(choice: ToolChoice, tools: Sequence[Tool], name: str) -> ToolChoice:
-    """The same, once its tools are known to be there. `name` is that of the parameter."""
+    """Returns the choice after checking that its tools exist. `name` is the parameter."""
     if choice is AUTO or choice is NONE:
         return choice
     if not tools and choice.must_call:
@@ -59,7 +59,7 @@ def openai_choice(
     nested: bool,
     to_model: Callable[[str, str | None], str] = lambda name, _: name,
 ) -> ToolChoice:
-    """`tool_choice` of Chat Completions (`nested`: names stand in an object of their own) and Responses."""
+    """Parses `tool_choice` of Chat Completions (`nested`: names are in an inner object) and Responses."""
     if value is None:
         return AUTO
     if isinstance(value, str):
@@ -108,7 +108,7 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 def response_format(value: Any, name: str, *, flat: bool = False) -> OutputFormat | None:
-    """`response_format` of Chat Completions; `flat` where the schema is not in an object of its own."""
+    """Parses `response_format`; `flat` if the schema is not in an inner object."""
     if value is None or value == {}:
         return None
     if not isinstance(value, Mapping):
@@ -145,7 +145,7 @@ def json_schema(schema: Any, name: str) -> OutputFormat:
 
 
 def guided(values: Mapping[str, Any]) -> tuple[OutputFormat, str] | None:
-    """vLLM's parameters, in their present and their earlier spelling, and the name of the one used."""
+    """Parses vLLM's guided and structured output parameters; returns the format and the parameter."""
     formats = [
         (_guided(name.removeprefix("guided_"), constraint, name), name)
         for name in VLLM[:4]
@@ -166,7 +166,7 @@ def guided(values: Mapping[str, Any]) -> tuple[OutputFormat, str] | None:
 def one(
     first: OutputFormat | None, name: str, second: tuple[OutputFormat, str] | None
 ) -> tuple[OutputFormat | None, str]:
-    """The one form that is asked for, and the parameter that asks."""
+    """Returns the only format and its parameter; raises 400 if there are two."""
     if first is not None and second is not None:
         raise bad_request(f"{name} and {second[1]} both constrain the reply", "send one of them")
     return (first, name) if first is not None else second or (None, "")

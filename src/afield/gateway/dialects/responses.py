@@ -1,8 +1,8 @@
-"""OpenAI Responses: what was sampled, as output items, and as the events that build them.
+"""OpenAI Responses dialect: output items, stream events, input items.
 
-Items carry the turn in their ids (`rs_t3`, `msg_t3_0`, `fc_t3_0`), so that a client that echoes them
-names it. A call is shown when it is closed, never one that turns out malformed. The text of reasoning is
-shown, as it was sampled, where the client asked for a summary or for its content.
+Item ids name the turn (`rs_t3`, `msg_t3_0`, `fc_t3_0`), so that echoed items identify it. Complete calls
+only are emitted. Reasoning text is included if the client requests a summary or its content.
+`responses_request` decodes requests.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from afield.interfaces.engine import TopLogprobs
 from afield.types import FinishReason, Message, ToolCall, Turn
 
 Json = dict[str, Any]
-# The provider's own words; what else goes wrong in a stream has a code of ours.
+# OpenAI's codes; other errors have the gateway's own.
 CODES = {429: "rate_limit_exceeded", 500: "server_error", 502: "server_error", 503: "server_error"}
 
 
 class Items:
-    """Makes the output items of one turn, and knows what the answer says around them."""
+    """Builds the output items and the response object of one turn."""
 
     def __init__(self, started: CallStarted, options: ResponseOptions, texts: TokenText) -> None:
         self._started = started
@@ -51,7 +51,7 @@ class Items:
         return item
 
     def call(self, call: ToolCall) -> Json:
-        """`input` of a custom tool is text; arguments that hold more or less than it are handed out raw."""
+        """Builds a call item. Arguments of a custom tool that are not one `input` are passed raw."""
         named = self.shown.toolbox.to_client(call.name)
         index = self._count("call")
         if named.custom:
@@ -70,7 +70,7 @@ class Items:
         logprobs: Sequence[float],
         tops: Sequence[TopLogprobs],
     ) -> list[Json]:
-        """Of the tokens at these places, where the client asked for them."""
+        """Encodes the log-probabilities of tokens at positions, if requested."""
         if not self._options.logprobs:
             return []
         chosen = [tops[n] for n in places] if tops else ()
@@ -78,7 +78,7 @@ class Items:
         return self._texts.entries(*sampled, chosen, self._options.top_logprobs)
 
     def fill(self, item: Json, text: str, status: str = "completed", logprobs: Sequence[Json] = ()) -> Json:
-        """The item with its text."""
+        """Returns the item with its text."""
         if item["type"] == "message":
             return item | {"content": [text_part(text, logprobs)], "status": status}
         if self.shown.summary:
@@ -158,13 +158,13 @@ def usage(finished: CallFinished) -> Json:
 
 
 def output_of(items: Items, finished: CallFinished) -> list[Json]:
-    """The items of a whole reply."""
+    """Returns the items of a reply."""
     status = "incomplete" if cut(finished) and not finished.reply.tool_calls else "completed"
     return items.of_reply(finished.reply, status, spoken(items, finished))
 
 
 def spoken(items: Items, finished: CallFinished) -> list[Json]:
-    """The log-probabilities of a reply's text."""
+    """Returns the log-probabilities of the reply's text."""
     scores = finished.scores
     if scores is None or scores.text_positions is None:
         return []
@@ -172,7 +172,7 @@ def spoken(items: Items, finished: CallFinished) -> list[Json]:
 
 
 class ResponsesStream:
-    """The same as a stream. A text that follows a call is an item of its own."""
+    """Encodes events. Text after a call is a separate item."""
 
     content_type = EVENTS
 
@@ -182,8 +182,8 @@ class ResponsesStream:
         self._ids: list[int] = []
         self._values: list[float] = []
         self._tops: list[TopLogprobs] = []
-        self._told: list[Json] = []  # log-probabilities that come with the next text
-        self._shown: list[Json] = []  # those of the item that is open
+        self._told: list[Json] = []  # log-probabilities for the next text
+        self._shown: list[Json] = []  # log-probabilities of the open item
         self._opened = False
         self._sequence = 0
         self._output: list[Json] = []
@@ -192,7 +192,7 @@ class ResponsesStream:
         self._calls: dict[int, tuple[ToolStart, list[str]]] = {}
 
     def begin(self) -> bytes:
-        """Nothing the second time: a keepalive may have opened the stream."""
+        """Empty the second time: a keepalive may have begun the stream."""
         if self._opened:
             return b""
         self._opened = True
@@ -222,7 +222,7 @@ class ResponsesStream:
         return out + self._send("response.failed", response=response)
 
     def keepalive(self) -> bytes:
-        # An event rather than a comment: clients count events, not bytes, when they measure silence.
+        # An event, not a comment: clients reset their idle timeout on events.
         return self._progress() if self._opened else self.begin()
 
     def _progress(self) -> bytes:
@@ -261,7 +261,7 @@ class ResponsesStream:
         return out + self._send(f"response.{name}.delta", **self._at(), delta=text)
 
     def _at(self) -> Json:
-        """Where the text that is open stands."""
+        """Position of the open text."""
         assert self._open is not None
         index = "summary_index" if self._summarises else "content_index"
         return {"item_id": self._open["id"], "output_index": len(self._output), index: 0}
@@ -272,7 +272,7 @@ class ResponsesStream:
 
     @property
     def _hidden(self) -> bool:
-        """Reasoning that the client did not ask to see: an item without a text."""
+        """Whether the open item is reasoning that the client did not request."""
         shown = self._items.shown
         return bool(self._open and self._open["type"] == "reasoning" and not (shown.summary or shown.content))
 
@@ -294,7 +294,7 @@ class ResponsesStream:
         return out + self._send(f"response.{name}.added", **self._at(), part=part)
 
     def _finish(self, status: str = "completed") -> bytes:
-        """Close the item that is open, if one is."""
+        """Closes the open item."""
         if self._open is None:
             return b""
         text = "".join(self._text)
@@ -337,16 +337,16 @@ def image_url(image: Image) -> str | None:
 
 
 class InputItems:
-    """`items` makes those of a turn, `image` the URL of one by its digest."""
+    """Converts stored messages to input items. `items` returns a turn's builder, `image` an image URL."""
 
     def __init__(self, items: Callable[[Turn], Items], image: Callable[[str], str | None]) -> None:
         self._items = items
         self._image = image
-        self._custom: set[str] = set()  # calls of custom tools, whose results are of another kind
+        self._custom: set[str] = set()  # calls of custom tools
         self._sent = 0
 
     def of(self, path: Iterable[Turn], instructions: str | None) -> list[Json]:
-        """Everything the last turn of a path was asked with."""
+        """Returns the input of the last turn of a path."""
         turns = list(path)
         items: list[Json] = []
         for turn in turns:
@@ -361,7 +361,7 @@ class InputItems:
         return items
 
     def message(self, message: Message, turn: Turn) -> list[Json]:
-        """A message that a client sent."""
+        """Converts a message of the client."""
         if (summary := summary_of(message)) is not None:
             sealed = seal_summary(turn.id, summary)
             return [{"type": "compaction", "id": self._id("cmp", turn), "encrypted_content": sealed}]
@@ -395,7 +395,7 @@ class InputItems:
         return [*parts, {"type": "input_text", "text": rest}] if rest or not parts else parts
 
     def _echoed(self, message: Message, turn: Turn) -> list[Json]:
-        """An assistant's message that nobody sampled here."""
+        """Converts an assistant message that was not sampled here."""
         items = self._reply(message, self._items(turn))
         for item in items:
             item["id"] = self._id(item["id"].partition("_")[0], turn)

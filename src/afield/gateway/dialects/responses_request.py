@@ -1,6 +1,9 @@
-"""Summaries that take the place of a conversation: what is asked for them, and how they come back.
+"""OpenAI Responses requests: items, tools, previous responses, summaries.
 
-A compacted conversation is continued with its user messages and one more, which holds the summary.
+Items of one turn (reasoning, message, calls) become one message: by the turn in their ids, else by
+position. `previous_response_id` and `item_reference` name a stored turn. Every tool that the client runs
+becomes a function; a `custom` tool has one string parameter `input`. Files and a provider's own
+compaction are refused.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ from afield.gateway.dialects.base import (
     BodyReader,
     RawRequest,
     ResponseOptions,
-    asks_again,
     encode,
+    is_retry,
     read,
 )
 from afield.gateway.dialects.chat import ROLES
@@ -38,11 +41,11 @@ from afield.gateway.model_request import (
     requested_sampling,
 )
 from afield.gateway.parameters import check_within
-from afield.gateway.thinking import AskedReasoning
+from afield.gateway.thinking import ReasoningParameters
 from afield.gateway.turn_ids import turn_of_id, turn_of_response, unseal, unseal_summary
 from afield.types import ImageRef, Message, ToolCall
 
-COMPACTION = "compaction"  # tag of a turn that sampled a summary
+COMPACTION = "compaction"  # tag of a turn that samples a summary
 ASK = (
     "The conversation gets too long and is about to be replaced by a summary of it. Write that summary now,"
     " for whoever goes on with the work and sees nothing else of what happened but the messages of the user:"
@@ -57,7 +60,7 @@ def summary_message(text: str) -> Message:
 
 
 def summary_of(message: Message) -> str | None:
-    """The summary that a message holds, if it is one."""
+    """Returns the summary in a message, if it is one."""
     is_summary = message.role == "user" and message.content.startswith(HEAD)
     return message.content[len(HEAD) :] if is_summary else None
 
@@ -73,7 +76,7 @@ class ResponsesTool(Struct):
 
 
 class ClientTool(Struct, frozen=True):
-    """What the client calls a tool."""
+    """The client's name of a tool."""
 
     name: str
     namespace: str | None = None
@@ -81,19 +84,19 @@ class ClientTool(Struct, frozen=True):
 
 
 class Toolbox(Struct, frozen=True):
-    """The tools as the model sees them, and what each of those names is to the client."""
+    """Tools as the model sees them, and the client's names."""
 
     tools: tuple[Tool, ...] = ()
     named: Mapping[str, ClientTool] = {}
     tags: tuple[str, ...] = ()
     shown: Raw = Raw(b"[]")
-    """The tools as answers list them: as they came, on one line, with every field that functions have."""
+    """Tools as responses list them, with all function fields."""
 
     def to_client(self, name: str) -> ClientTool:
         return self.named.get(name) or ClientTool(name)
 
     def to_model(self, name: str, namespace: str | None) -> str:
-        """A history may hold calls of tools that are no longer listed: they store_options their names."""
+        """Returns the model's name of a tool; tools that are no longer listed keep theirs."""
         for model_name, client_tool in self.named.items():
             if (client_tool.name, client_tool.namespace) == (name, namespace):
                 return model_name
@@ -109,7 +112,7 @@ INPUT = msgspec.json.Decoder(_Input)
 
 
 def read_tools(raw: Raw) -> Toolbox:
-    """Clients send the same tools again with every request, so they are read once."""
+    """Decodes tools. Clients repeat them, so they are cached."""
     return _read_tools(bytes(raw))
 
 
@@ -142,7 +145,7 @@ def _complete_tool(tool: dict[str, Any]) -> dict[str, Any]:
         return tool | {"tools": [_complete_tool(inner) for inner in tool.get("tools") or []]}
     if tool.get("type", "function") != "function":
         return tool
-    # A schema that is not asked to be strict is none that calls are held to.
+    # Schemas without `strict` are not enforced.
     defaults = {"type": "function", "description": None, "parameters": None}
     return {**defaults, **tool, "strict": bool(tool.get("strict"))}
 
@@ -175,11 +178,11 @@ def _free_text(format: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": {"input": text}, "required": ["input"]}
 
 
-# --- calls of custom tools ------------------------------------------------------------------------
+# --- calls of custom tools ---
 
 
 def free_text(arguments: str) -> str | None:
-    """The input of a custom tool's call; None when the model wrote its arguments some other way."""
+    """Returns the input of a custom call; None if the arguments have another form."""
     try:
         return INPUT.decode(arguments).input
     except msgspec.MsgspecError:
@@ -193,7 +196,7 @@ def as_arguments(text: str) -> str:
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 NAMES = {"must_call": "tool_choice", "parallel_calls": "parallel_tool_calls", "output": "text.format"}
 LOGPROBS = "message.output_text.logprobs"
-RAW_INPUT = "ctr_"  # ids of custom calls whose arguments were not an input: they come back as they were
+RAW_INPUT = "ctr_"  # ids of custom calls with raw arguments
 PROVIDERS = ("compaction", "compaction_trigger", "context_compaction", "compaction_summary")
 
 
@@ -252,8 +255,7 @@ class ResponsesBody(RequestedSampling, kw_only=True):
 
 
 class EchoedOptions(Struct, frozen=True):
-    """How the answer is to be shown: `fields` are repeated in it, `sealed` reasoning names its turn. The text
-    of the reasoning is shown as its `summary`, as its `content`, or not at all."""
+    """Options that the response repeats."""
 
     toolbox: Toolbox
     fields: dict[str, Any]
@@ -262,11 +264,11 @@ class EchoedOptions(Struct, frozen=True):
     content: bool = False
 
 
-SHARED = ("instructions", "text", "tools")  # fields that requests of one session have in common
+SHARED = ("instructions", "text", "tools")  # fields that the requests of a session share
 
 
 class StoredOptions(Struct, frozen=True):
-    """What is stored with a turn to show its response again: how, and where the shared fields are."""
+    """Options stored with a turn, to encode its response again."""
 
     model: str
     fields: dict[str, Any]
@@ -281,7 +283,7 @@ SHARED_TEXT = msgspec.json.Decoder(dict[str, Raw])
 
 
 def store_options(model: str, shown: EchoedOptions) -> tuple[bytes, tuple[str, bytes]]:
-    """What is stored with the turn, and the digest and text of what it shares with others."""
+    """Returns the stored options, and digest and text of their shared part."""
     common = encode({name: shown.fields[name] for name in SHARED})
     digest = blake2b(common, digest_size=12).hexdigest()
     own = {name: value for name, value in shown.fields.items() if name not in SHARED}
@@ -351,7 +353,7 @@ def decode(raw: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
         requested_sampling=requested_sampling(wire),
         after=after,
         hints=frozenset(reader.hints),
-        retry=asks_again(raw),
+        retry=is_retry(raw),
         thread=_thread(raw),
         tags=tuple(dict.fromkeys([*toolbox.tags, *reader.tags, *tags])),
         images=reader.gallery.images,
@@ -368,7 +370,7 @@ def decode(raw: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
 
 
 def _thread(raw: RawRequest) -> str:
-    """Codex says which thread a sub-agent has; its main thread stays nameless, as with other clients."""
+    """Returns Codex's thread of a sub-agent; empty for the main thread."""
     spawned = "x-codex-parent-thread-id" in raw.headers or "x-openai-subagent" in raw.headers
     return raw.headers.get("thread-id", "") if spawned else ""
 
@@ -376,10 +378,10 @@ def _thread(raw: RawRequest) -> str:
 def _reasoning(wire: ResponsesBody) -> tuple[Reasoning, dict[str, str]]:
     if not wire.reasoning and not wire.chat_template_kwargs:
         return NO_REASONING, {}
-    reasoning = AskedReasoning()
-    reasoning.effort((wire.reasoning or {}).get("effort"), "reasoning.effort")
-    reasoning.kwargs(wire.chat_template_kwargs)
-    return reasoning.made()
+    parameters = ReasoningParameters()
+    parameters.effort((wire.reasoning or {}).get("effort"), "reasoning.effort")
+    parameters.kwargs(wire.chat_template_kwargs)
+    return parameters.build()
 
 
 def _output(wire: ResponsesBody) -> tuple[OutputFormat | None, str]:
@@ -390,7 +392,7 @@ def _output(wire: ResponsesBody) -> tuple[OutputFormat | None, str]:
 
 
 def _history(wire: ResponsesBody, session_id: str) -> tuple[str | None, list[tuple[int, InputItem]]]:
-    """The turn that the client leaves the history to, and the items that follow it."""
+    """Returns the turn of the stored history, and the items after it."""
     input_items = (
         [InputItem(role="user", content=wire.input)] if isinstance(wire.input, str) else wire.input or []
     )
@@ -413,24 +415,24 @@ def _history(wire: ResponsesBody, session_id: str) -> tuple[str | None, list[tup
             f"input[{last}] refers to {input_items[last].id!r}, which is not an item of this session",
             "send the item itself",
         )
-    # The turn's own items stand in its record already. All that follows its first one, or its last
-    # reference where no id names it, is new; outputs always are: they share only the id of their call.
+    # The turn's own items are stored. Items after its first one, or after the last
+    # reference without an id, are new; outputs always are.
     first = next((n for n, item in items if _of_turn(item, after)), last)
     return after, [(n, item) for n, item in items[first:] if not _of_turn(item, after)]
 
 
 def _of_turn(item: InputItem, turn: str) -> bool:
-    """Whether an item is a part of what this turn sampled, or refers to one."""
+    """Returns whether an item belongs to a turn's reply."""
     return not is_output(item.type) and mark(item) == turn
 
 
 def is_output(kind: str | None) -> bool:
-    """Results of calls: of functions, custom tools and shells that the client runs."""
+    """Returns whether an item type is the result of a call."""
     return kind is not None and kind.endswith("_call_output")
 
 
 def mark(item: InputItem) -> str | None:
-    """The turn this item was handed out with, if its ids still say so."""
+    """Returns the turn that an item's ids name."""
     for handed_out in (item.id, item.call_id):
         if handed_out and (turn := turn_of_id(handed_out)):
             return turn
@@ -462,13 +464,13 @@ def _echoed_options(wire: ResponsesBody, toolbox: Toolbox) -> EchoedOptions:
     return EchoedOptions(toolbox, fields, sealed, summary not in (None, "none"), bool(wire.include_reasoning))
 
 
-# --- items to messages ----------------------------------------------------------------------------
+# --- items to messages ---
 
 Kind = Literal["reasoning", "text", "call"]
 
 
 class ItemReader:
-    """Messages so far, and the assistant's turn that is being put together."""
+    """Converts items to messages, joining the items of a turn."""
 
     def __init__(self, toolbox: Toolbox) -> None:
         self.messages: list[Message] = []
@@ -503,7 +505,7 @@ class ItemReader:
             self.tags.append(f"unenforced:item:{kind}")
 
     def close(self) -> None:
-        """The assistant's turn is over."""
+        """Ends the open assistant turn."""
         if self._last is not None:
             self.messages.append(
                 Message(
@@ -517,14 +519,14 @@ class ItemReader:
         self._text, self._reasoning, self._calls = [], [], []
 
     def _join(self, item: InputItem, kind: Kind) -> None:
-        """Close the turn that is open unless this item is part of it."""
+        """Ends the open turn unless the item belongs to it."""
         turn = mark(item)
         if turn:
             self.hints.add(turn)
         if turn and self._turn:
             same = turn == self._turn
         else:
-            # A turn begins with its reasoning, and nothing stands between two texts of different turns.
+            # A turn begins with its reasoning; two texts in a row are different turns.
             same = not (kind == "reasoning" or kind == self._last == "text")
         if not same:
             self.close()
