@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from afield.gateway.parameters import TABLE, Parameter
+from afield.gateway.parameters import TABLE, RequestParameter
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "parameters.md"
 HEAD = """\
@@ -60,12 +60,12 @@ def _section(dialect: str) -> Iterator[str]:
     yield "| --- | --- | --- | --- |\n"
     groups: dict[tuple[str, str, str], list[str]] = {}
     for entry in TABLE[dialect].values():
-        groups.setdefault((entry.fate, entry.effect, _accepted(entry)), []).append(f"`{entry.name}`")
+        groups.setdefault((entry.handling, entry.effect, _accepted(entry)), []).append(f"`{entry.name}`")
     for (fate, effect, accepted), names in groups.items():
         yield f"| {', '.join(names)} | {fate} | {effect} | {accepted} |\n"
 
 
-def _accepted(entry: Parameter) -> str:
+def _accepted(entry: RequestParameter) -> str:
     return ", ".join(f"`{json.dumps(value)}`" for value in entry.off)
 
 

@@ -55,8 +55,9 @@ def private_directory(path: Path, contents: Collection[str] = ()) -> Path:
 
 def private_file(path: Path) -> Path:
     """Create `path` with mode 0600 if it is missing; repair its mode if it is there."""
-    with contextlib.suppress(PermissionError):  # whoever opens a file that is read-only says so
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+    # An existing file is not opened: closing a descriptor drops the locks of SQLite's connections to it.
+    with contextlib.suppress(FileExistsError, PermissionError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
     status = path.stat()
     mode = stat.S_IMODE(status.st_mode)
     if mode & OTHERS and status.st_uid == os.geteuid():

@@ -67,7 +67,7 @@ def history_is_rendered_anew(patch: pytest.MonkeyPatch) -> None:
     real = Calls._call
 
     def sent(self: Any, session: Any, request: Any, *rest: Any) -> Any:
-        whole = tuple(self._tokens.render(request.messages, request.tools))
+        whole = tuple(self._tokenizer.render(request.messages, request.tools))
         return structs.replace(real(self, session, request, *rest), prompt_ids=whole)
 
     patch.setattr(Calls, "_call", sent)

@@ -306,10 +306,10 @@ def test_what_is_not_supported_is_refused_by_name_or_ignored_with_a_tag(
     assert f"ignored:{name}" in DECODERS[dialect](asked)[0].tags
 
 
-def test_the_page_is_made_from_the_table() -> None:
+def test_parameters_page_matches_the_table() -> None:
     root = ROOT
     script = runpy.run_path(str(root / "scripts" / "parameters_page.py"))
-    made = (root / "docs" / "parameters.md").read_text()
+    made = (root / "docs" / "reference" / "parameters.md").read_text()
     assert made == script["page"](), "run .venv/bin/python scripts/parameters_page.py"
 
 

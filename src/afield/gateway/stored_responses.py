@@ -74,8 +74,8 @@ class Compaction(Responses):
             callable_tools=(),
             output=None,
             tags=(*(tag for tag in request.tags if tag not in UNUSED), COMPACTION),
-            shown=b"",
-            shared=None,
+            stored_options=b"",
+            shared_text=None,
         )
         return request, options
 
