@@ -249,8 +249,12 @@ ENGINES: dict[str, Any] = {
     "no number": lambda: Lying((float("nan"),) * 3),
     "minus infinity": lambda: Lying((float("-inf"),) * 3),
     "dies at once": lambda: ScriptedEngine(lambda _: ScriptedReply(fail="unavailable")),
-    "dies in the middle": lambda: ScriptedEngine(lambda _: ScriptedReply(token_ids=(40, 41), fail="unavailable")),
-    "gives up": lambda: ScriptedEngine(lambda _: ScriptedReply(token_ids=(40, 41), finish=FinishReason.ABORTED)),
+    "dies in the middle": lambda: ScriptedEngine(
+        lambda _: ScriptedReply(token_ids=(40, 41), fail="unavailable")
+    ),
+    "gives up": lambda: ScriptedEngine(
+        lambda _: ScriptedReply(token_ids=(40, 41), finish=FinishReason.ABORTED)
+    ),
 }
 
 
