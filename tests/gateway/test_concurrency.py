@@ -60,7 +60,7 @@ async def handing_over(process: Process, connection: socket.socket, wait: int) -
     return handed
 
 
-async def test_every_connection_that_waits_for_a_busy_process_is_handed_over() -> None:
+async def test_waiting_connections_are_passed_to_a_busy_process() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         async with busy_process() as process:
@@ -72,7 +72,7 @@ async def test_every_connection_that_waits_for_a_busy_process_is_handed_over() -
                 pass
 
 
-async def test_a_connection_that_waits_for_a_process_learns_that_it_ended() -> None:
+async def test_waiting_connection_fails_when_its_process_ends() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         async with busy_process() as process:
@@ -91,7 +91,7 @@ class CountingStore(GatewayStore):
         return super()._commit(connection, statements)
 
 
-async def test_sessions_opened_together_are_written_together(tmp_path: Path) -> None:
+async def test_concurrent_opens_are_written_as_one_group(tmp_path: Path) -> None:
     async with CountingStore(tmp_path / "gateway.sqlite", durable=True) as store:
         sessions = SessionManager(store, lambda: 0.0)
         opened = await asyncio.gather(*(sessions.open(SessionSpec(id=f"r{n}.1")) for n in range(300)))
@@ -100,7 +100,7 @@ async def test_sessions_opened_together_are_written_together(tmp_path: Path) -> 
         assert len(sessions) == len(store.session_ids(None, 1000, "")) == 300
 
 
-async def test_one_session_opened_many_times_at_once_is_one_session(tmp_path: Path) -> None:
+async def test_concurrent_opens_of_one_id_create_one_session(tmp_path: Path) -> None:
     async with GatewayStore(tmp_path / "gateway.sqlite") as store:
         sessions = SessionManager(store, lambda: 0.0)
         spec = SessionSpec(id="r.1")
@@ -115,7 +115,7 @@ async def test_one_session_opened_many_times_at_once_is_one_session(tmp_path: Pa
         assert isinstance(first, tuple) and isinstance(other, Conflict)
 
 
-async def test_an_open_whose_caller_left_is_there_for_the_next_one(tmp_path: Path) -> None:
+async def test_cancelled_open_still_creates_the_session(tmp_path: Path) -> None:
     async with GatewayStore(tmp_path / "gateway.sqlite") as store:
         sessions = SessionManager(store, lambda: 0.0)
         leaving = asyncio.create_task(sessions.open(SessionSpec(id="r.1")))
@@ -133,7 +133,7 @@ def drifting(call: GenerateRequest) -> ScriptedReply:
     return ScriptedReply(token_ids=(*ids, *vocabulary().encode("<|im_end|>")))
 
 
-async def test_turns_that_drift_are_counted_when_sessions_end_together(tmp_path: Path) -> None:
+async def test_drift_is_counted_for_concurrent_finalizes(tmp_path: Path) -> None:
     async with running(ScriptedEngine(drifting), tmp_path) as up:
         for n in range(20):
             agent = await up.agent(f"r{n}.1")

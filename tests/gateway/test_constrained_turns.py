@@ -72,7 +72,7 @@ def structs_without(row: Trajectory) -> Trajectory:
     return structs.replace(row, turns=tuple(structs.replace(turn, constraint=None) for turn in row.turns))
 
 
-async def test_the_gradient_is_that_of_the_constrained_distribution(model: Path, tmp_path: Path) -> None:
+async def test_gradient_uses_the_constrained_distribution(model: Path, tmp_path: Path) -> None:
     async with running(TorchEngine(model), tmp_path / "store", model) as up:
         client = await up.agent(sampling=Sampling(temperature=0.7))
         form = {"structured_outputs": {"regex": "[a-f]{3}-[0-9]{2}"}}
@@ -133,7 +133,7 @@ async def test_a_reply_cut_off_by_max_tokens_ends_with_length(model: Path, tmp_p
     assert rescored(model, trained([turn])) < 1e-4
 
 
-async def test_constrained_turns_are_excluded_where_the_session_says_so(model: Path, tmp_path: Path) -> None:
+async def test_constrained_turns_are_excluded_by_session_policy(model: Path, tmp_path: Path) -> None:
     async with running(TorchEngine(model), tmp_path / "store", model) as up:
         client = await up.agent(constrained_turns="exclude")
         common: Any = {"model": "m", "messages": USER, "max_tokens": 5}
@@ -144,7 +144,7 @@ async def test_constrained_turns_are_excluded_where_the_session_says_so(model: P
     assert [turn.id for row in record.trajectories for turn in row.turns] == ["t2"]
 
 
-async def test_nothing_is_enforced_where_the_session_ignores_constraints(model: Path, tmp_path: Path) -> None:
+async def test_constraints_are_ignored_by_session_policy(model: Path, tmp_path: Path) -> None:
     async with running(TorchEngine(model), tmp_path / "store", model) as up:
         client = await up.agent(constrained_turns="ignore")
         await client.chat.completions.create(
@@ -176,7 +176,7 @@ class Stopping(TorchEngine):
                     return
 
 
-async def test_a_stop_string_does_not_begin_a_grammar_anew(model: Path, tmp_path: Path) -> None:
+async def test_stop_string_does_not_restart_the_grammar(model: Path, tmp_path: Path) -> None:
     engine = Stopping(model, ChatTokenizer.load(model).decode)
     async with running(engine, tmp_path / "store", model) as up:
         client = await up.agent()
@@ -188,7 +188,7 @@ async def test_a_stop_string_does_not_begin_a_grammar_anew(model: Path, tmp_path
     assert rescored(model, trained([turn])) < 1e-4
 
 
-async def test_a_grammar_that_leads_nowhere_is_refused_by_name(model: Path, tmp_path: Path) -> None:
+async def test_grammar_without_a_match_gets_400(model: Path, tmp_path: Path) -> None:
     async with running(TorchEngine(model), tmp_path / "store", model) as up:
         client = (await up.agent()).with_options(max_retries=0)
         with pytest.raises(openai.BadRequestError, match="guided_regex"):
@@ -208,7 +208,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-async def test_what_cannot_be_enforced_is_refused_or_ignored(model: Path, tmp_path: Path, name: str) -> None:
+async def test_unenforceable_constraint_is_refused_or_ignored(model: Path, tmp_path: Path, name: str) -> None:
     asked, told = BAD[name]
     async with running(TorchEngine(model), tmp_path / "store", model) as up:
         strict = await up.agent()
@@ -225,7 +225,7 @@ def said(text: str, model: Path) -> ScriptedReply:
     return ScriptedReply(token_ids=tuple(vocabulary(model).encode(f"{text}<|im_end|>")))
 
 
-async def test_a_script_is_held_to_the_constraint(model: Path, tmp_path: Path) -> None:
+async def test_scripted_engine_applies_the_constraint(model: Path, tmp_path: Path) -> None:
     right = '{"word": "yes", "times": 3, "note": "x"}'
     engine = ScriptedEngine([said(right, model), said("No.", model)], model=model)
     async with running(engine, tmp_path / "store", model) as up:
@@ -240,9 +240,7 @@ async def test_a_script_is_held_to_the_constraint(model: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["vllm", "vllm completions", "sglang"])
-async def test_servers_are_given_the_grammar_as_a_structural_tag(
-    model: Path, tmp_path: Path, kind: str
-) -> None:
+async def test_servers_get_the_grammar_as_structural_tag(model: Path, tmp_path: Path, kind: str) -> None:
     """The servers' wire forms, with the embedded engine behind them."""
     sglang = kind == "sglang"
     fake: Any = (
@@ -272,7 +270,7 @@ async def test_servers_are_given_the_grammar_as_a_structural_tag(
     assert rescored(model, trained(turns)) < 1e-4
 
 
-async def test_a_server_that_enforces_nothing_is_found_out(model: Path, tmp_path: Path) -> None:
+async def test_server_without_enforcement_is_detected(model: Path, tmp_path: Path) -> None:
     silent = ScriptedEngine(lambda _: ScriptedReply(token_ids=tuple(range(20, 60))))
     async with serving(FakeVllm(silent)) as url, running(VllmEngine(url), tmp_path / "store", model) as up:
         strict, lax = await up.agent(), await up.agent("r.2", unsupported="ignore")

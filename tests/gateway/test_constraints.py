@@ -138,7 +138,7 @@ SCHEMAS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_every_reply_that_a_schema_allows_is_valid(sampler: Sampler, name: str) -> None:
+def test_replies_of_a_rewritten_schema_are_valid(sampler: Sampler, name: str) -> None:
     schema = SCHEMAS[name]
     checks = jsonschema.FormatChecker(["ipv4"])
     output = reply_grammar.json_value(enforceable(schema))
@@ -171,7 +171,7 @@ def test_every_reply_that_a_schema_allows_is_valid(sampler: Sampler, name: str) 
         ({"properties": {f"p{n}": {} for n in range(65)}, "maxProperties": 2}, "maxProperties"),
     ],
 )
-def test_a_schema_that_cannot_be_enforced_is_refused_by_its_keyword(schema: Any, keyword: str) -> None:
+def test_unenforceable_schema_names_its_keyword(schema: Any, keyword: str) -> None:
     with pytest.raises(ValueError, match=rf"keyword '{keyword.replace('$', '[$]')}'"):
         enforceable(schema)
 
@@ -199,7 +199,7 @@ MALFORMED: dict[str, list[Any]] = {
 }
 
 
-def test_malformed_schemas_are_refused_by_their_keyword() -> None:
+def test_malformed_schema_names_its_keyword() -> None:
     for keyword, values in MALFORMED.items():
         for value in values:
             bad = {"type": "object", keyword: value}
@@ -208,13 +208,13 @@ def test_malformed_schemas_are_refused_by_their_keyword() -> None:
                     enforceable(schema)
 
 
-def test_keywords_that_are_null_say_nothing() -> None:
+def test_null_keywords_are_ignored() -> None:
     names = (keyword for keyword in SHAPES if keyword not in ("type", "enum"))
     assert enforceable({"type": "string", **dict.fromkeys(names)}) == {"type": "string"}
     assert enforceable({"const": None, "required": None}) == {"enum": [None]}
 
 
-def test_keywords_that_say_nothing_about_a_type_are_left_out() -> None:
+def test_keywords_of_other_types_are_dropped() -> None:
     schema = {"type": "string", "additionalProperties": False, "strict": True, "minItems": 3}
     assert enforceable(schema) == {"type": "string"}
 
@@ -297,9 +297,7 @@ def asking(schema: Any, *, name: str = "go", forced: bool = True) -> ModelReques
 
 @pytest.mark.parametrize("name", ["qwen_xml", "glm", "minimax", "hermes"])
 @pytest.mark.parametrize("root", ROOTS)
-def test_calls_carry_the_arguments_of_any_schema_that_allows_objects(
-    sampler: Sampler, root: str, name: str
-) -> None:
+def test_call_arguments_follow_schemas_that_allow_objects(sampler: Sampler, root: str, name: str) -> None:
     known = next(known for known in FORMATS if known.name == name)
     spec = constraints.call_spec("lookup", ROOTS[root], forced=True)
     grammar = reply_grammar.grammar(ReplyForm(tool_format=known), calls=[spec], forced=True, several=False)
@@ -311,7 +309,7 @@ def test_calls_carry_the_arguments_of_any_schema_that_allows_objects(
         jsonschema.validate(arguments, {"type": "object", "anyOf": [CITY, CODE]})
 
 
-def test_calls_whose_arguments_are_no_objects_are_refused(policy_tokens: ChatTokenizer) -> None:
+def test_argument_schema_without_objects_is_refused(policy_tokens: ChatTokenizer) -> None:
     made = constraints.constraint(policy_tokens, asking({"anyOf": [CITY, {"type": "null"}]}))
     assert '"null"' not in made.grammar
     for schema in ({"type": "array"}, {"type": "string"}, {"enum": [1]}, {"type": "object", "required": 5}):
@@ -325,14 +323,14 @@ def test_calls_whose_arguments_are_no_objects_are_refused(policy_tokens: ChatTok
         reply_grammar.SPELLINGS["glm"].call(CallSpec("go", {"type": "string"}))
 
 
-def test_alternatives_that_refer_to_each_other_come_to_an_end() -> None:
+def test_recursive_alternatives_terminate() -> None:
     loop = {"anyOf": [{"$ref": "#/$defs/A"}, {"type": "integer"}]}
     schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": loop}}
     call = reply_grammar.SPELLINGS["glm"].call(CallSpec("go", enforceable(schema)))
     assert '"json_schema": {"type": "integer"' in json.dumps(call)
 
 
-def test_large_schemas_of_tools_are_read_off_the_loop() -> None:
+def test_large_tool_schemas_are_compiled_in_a_thread() -> None:
     assert constraints.size(asking(CITY)) < prompts.INLINE_CHARACTERS
     assert constraints.size(asking({"enum": ["x" * prompts.INLINE_CHARACTERS]})) > prompts.INLINE_CHARACTERS
 
@@ -347,7 +345,7 @@ def test_one_call_at_most_may_follow_text(sampler: Sampler, tool_format: ToolFor
         check_calls(message)
 
 
-def test_reasoning_comes_before_what_is_constrained_and_within_its_budget(sampler: Sampler) -> None:
+def test_reasoning_precedes_the_constraint_within_its_budget(sampler: Sampler) -> None:
     rng = random.Random(5)
     hermes, think = FORMATS[0], REASONING[0]
     thought = 0
@@ -371,7 +369,7 @@ def test_reasoning_comes_before_what_is_constrained_and_within_its_budget(sample
     assert "think" not in silent
 
 
-def test_harmony_answers_or_calls_in_its_own_messages(sampler: Sampler) -> None:
+def test_harmony_constrains_answers_and_calls(sampler: Sampler) -> None:
     rng = random.Random(6)
     form = ReplyForm(harmony=True)
     output = reply_grammar.json_value(enforceable(LOOKUP))
@@ -391,7 +389,7 @@ def test_harmony_answers_or_calls_in_its_own_messages(sampler: Sampler) -> None:
     assert called >= 6
 
 
-def test_a_token_that_is_the_only_one_allowed_is_certain() -> None:
+def test_only_allowed_token_has_probability_one() -> None:
     logits = torch.randn(2, 70)
     words = torch.zeros(3, dtype=torch.int32)
     words[2] = 1 << 3
@@ -401,7 +399,7 @@ def test_a_token_that_is_the_only_one_allowed_is_certain() -> None:
     assert (tokens[1], logprobs[1]) == tuple(part[0] for part in draw(logits[1:], how[1:], [0.5]))
 
 
-def test_masks_refuse_what_was_not_allowed(sampler: Sampler) -> None:
+def test_mask_rejects_tokens_that_were_not_allowed(sampler: Sampler) -> None:
     grammar = reply_grammar.grammar(ReplyForm(), output=reply_grammar.choice(["ab"]))
     held = Constraint(grammar=grammar, stop_ids=(sampler.stop,))
     right = [*sampler.tokenizer.encode("ab"), sampler.stop]
@@ -413,7 +411,7 @@ def test_masks_refuse_what_was_not_allowed(sampler: Sampler) -> None:
         sampler.masks.walk(Constraint(grammar='{"type": "structural_tag"}'))
 
 
-def test_a_server_that_keeps_compiled_grammars_has_the_same_masks(sampler: Sampler) -> None:
+def test_cached_grammar_gives_the_same_masks(sampler: Sampler) -> None:
     """xgrammar's own cache, which vLLM and SGLang use, takes grammars for the same that differ only in ids
     of tokens at the same places: no two of ours do."""
     import xgrammar

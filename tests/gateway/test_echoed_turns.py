@@ -41,7 +41,7 @@ async def turns(there: Place) -> list[Any]:
     return (await there.get("/sessions/r.1/turns?prompt_ids=1"))["turns"]
 
 
-async def test_thoughts_that_come_back_as_text_and_calls_without_ids_are_no_edit(tmp_path: Path) -> None:
+async def test_reasoning_echoed_as_text_is_not_an_edit(tmp_path: Path) -> None:
     """As LiteLLM sends a Gemini conversation of a model whose thinking it does not know."""
     texts = ["<think>\nHm.\n</think>\n\nLook." + calls("a"), "<think>\nWell.\n</think>\n\nDone.", "End."]
     async with place(tmp_path, answering(*texts)) as there:
@@ -67,7 +67,7 @@ async def test_thoughts_that_come_back_as_text_and_calls_without_ids_are_no_edit
 
 
 @pytest.mark.parametrize("after", ["the calls", "the results"])
-async def test_text_behind_its_calls_is_not_rendered_twice(tmp_path: Path, after: str) -> None:
+async def test_text_moved_behind_its_calls_is_rendered_once(tmp_path: Path, after: str) -> None:
     """As Codex 0.77 sends it: items without ids, the text of a turn behind its calls or their outputs."""
     async with place(tmp_path, answering("Let me look." + calls("a"), "Found it.", "End.")) as there:
         client = await there.client()
@@ -90,7 +90,7 @@ async def test_text_behind_its_calls_is_not_rendered_twice(tmp_path: Path, after
         assert len(await rows(there)) == 1
 
 
-async def test_the_next_turn_with_the_same_words_is_a_turn_of_its_own(tmp_path: Path) -> None:
+async def test_next_turn_with_equal_text_is_separate(tmp_path: Path) -> None:
     async with place(tmp_path, answering("Look." + calls("a"), "Look.", "End.")) as there:
         client = await there.client()
         messages: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -107,7 +107,7 @@ async def test_the_next_turn_with_the_same_words_is_a_turn_of_its_own(tmp_path: 
 
 
 @pytest.mark.parametrize("spelled", ["", "null", "{}", " { } "])
-async def test_a_call_without_arguments_may_come_back_in_any_spelling(tmp_path: Path, spelled: str) -> None:
+async def test_empty_arguments_match_in_any_spelling(tmp_path: Path, spelled: str) -> None:
     async with place(tmp_path, answering("Now." + NO_ARGUMENTS, "Done.")) as there:
         client = await there.client()
         messages: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -121,7 +121,7 @@ async def test_a_call_without_arguments_may_come_back_in_any_spelling(tmp_path: 
     assert (made[1]["parent"], made[1]["links"]) == ("t1", [])
 
 
-def test_arguments_that_are_there_are_not_taken_for_none() -> None:
+def test_changed_arguments_do_not_match() -> None:
     assert len({arguments_value(text) for text in ("{}", '{"a":null}', "[]", '"null"', "0")}) == 5
 
 

@@ -90,7 +90,7 @@ async def until(condition: Callable[[], bool]) -> None:
 # --- placement -----------------------------------------------------------------------------------
 
 
-async def test_a_session_stays_on_its_worker_and_sessions_are_spread() -> None:
+async def test_sessions_are_sticky_and_balanced() -> None:
     a, b = ScriptedEngine(by_position), ScriptedEngine(by_position)
     async with pool_of(a=a, b=b) as pool:
         for turn in range(3):
@@ -102,7 +102,7 @@ async def test_a_session_stays_on_its_worker_and_sessions_are_spread() -> None:
     assert [len(engine.recorded) for engine in (a, b)] == [9, 9]
 
 
-async def test_calls_that_start_at_once_are_spread_evenly() -> None:
+async def test_concurrent_calls_are_balanced() -> None:
     engines = {name: ScriptedEngine(slowly) for name in "abcd"}
     async with pool_of(**engines) as pool:
         await asyncio.gather(*(answer(pool, a_call(session=f"s.{n}")) for n in range(20)))
@@ -112,7 +112,7 @@ async def test_calls_that_start_at_once_are_spread_evenly() -> None:
 # --- failover ------------------------------------------------------------------------------------
 
 
-async def test_a_call_goes_on_elsewhere_when_its_worker_breaks() -> None:
+async def test_call_continues_on_another_worker_after_a_failure() -> None:
     good = ScriptedEngine(by_position, version=0)
     async with pool_of(a=ScriptedEngine(breaking(7)), b=good) as pool:
         chunks = await answer(pool, a_call())
@@ -124,7 +124,7 @@ async def test_a_call_goes_on_elsewhere_when_its_worker_breaks() -> None:
         assert pool.stats()["in_flight"] == 0
 
 
-async def test_log_probabilities_and_versions_of_all_pieces_arrive() -> None:
+async def test_failover_keeps_logprobs_and_versions() -> None:
     good = ScriptedEngine(
         lambda call: ScriptedReply(token_ids=by_position(call).token_ids, bump_after=3), version=0
     )
@@ -146,7 +146,7 @@ class LateVersions(ScriptedEngine):
                 yield structs.replace(chunk, low=5, high=6, versions=exact)
 
 
-async def test_exact_versions_told_at_the_end_count_from_the_first_token_of_the_call() -> None:
+async def test_exact_versions_are_shifted_after_failover() -> None:
     finishes = iter([FinishReason.ABORTED, None])
 
     def script(call: GenerateRequest) -> ScriptedReply:
@@ -165,7 +165,7 @@ async def test_exact_versions_told_at_the_end_count_from_the_first_token_of_the_
     )
 
 
-async def test_a_call_survives_its_only_worker_when_that_comes_back() -> None:
+async def test_call_continues_when_its_only_worker_recovers() -> None:
     answers = iter([breaking(5), breaking(9), by_position])
     engine = ScriptedEngine(lambda call: next(answers)(call))
     async with pool_of(a=engine) as pool:
@@ -187,7 +187,7 @@ async def test_an_aborted_answer_is_resumed() -> None:
     assert {chunk.finish for chunk in chunks} == {None, FinishReason.LENGTH}
 
 
-async def test_an_end_that_was_lost_with_its_worker_is_not_sampled_again() -> None:
+async def test_complete_call_is_not_sampled_again_after_failover() -> None:
     stop = UNDISTURBED[5]
     good = ScriptedEngine(by_position)
     for call, finish in ((a_call(stop=stop), FinishReason.STOP), (a_call(max_tokens=6), FinishReason.LENGTH)):
@@ -199,7 +199,7 @@ async def test_an_end_that_was_lost_with_its_worker_is_not_sampled_again() -> No
     assert not good.recorded
 
 
-async def test_a_call_that_keeps_breaking_is_given_up_with_what_was_tried() -> None:
+async def test_call_fails_after_all_tries_with_reasons() -> None:
     async with (
         asyncio.timeout(BOUND_S),
         EnginePool({"a": ScriptedEngine(breaking(0)), "b": ScriptedEngine(breaking(0))}, tries=3) as pool,
@@ -209,7 +209,7 @@ async def test_a_call_that_keeps_breaking_is_given_up_with_what_was_tried() -> N
         assert pool.stats()["in_flight"] == 0
 
 
-async def test_without_any_worker_a_call_waits_and_is_then_refused_with_the_reasons() -> None:
+async def test_call_without_workers_times_out_with_reasons() -> None:
     engine = ScriptedEngine(by_position)
     async with asyncio.timeout(BOUND_S), EnginePool({"a": engine}, unavailable_timeout_s=0.1) as pool:
         engine.break_down("the card fell off the bus")
@@ -219,14 +219,14 @@ async def test_without_any_worker_a_call_waits_and_is_then_refused_with_the_reas
             await answer(pool, a_call())
 
 
-async def test_a_prompt_nobody_can_take_is_refused_at_once_and_the_worker_stays() -> None:
+async def test_invalid_prompt_raises_and_keeps_the_worker() -> None:
     async with pool_of(a=ScriptedEngine(by_position, max_context=20)) as pool:
         with pytest.raises(ValueError, match="prompt of 20 ids"):
             await answer(pool, a_call())
         assert pool.list()[0].health is WorkerHealth.READY
 
 
-async def test_leaving_a_call_early_frees_its_place() -> None:
+async def test_closed_call_frees_its_worker() -> None:
     engine = ScriptedEngine(slowly)
     async with pool_of(a=engine) as pool:
         async with aclosing(pool.generate(a_call())) as chunks:
@@ -242,7 +242,7 @@ async def test_leaving_a_call_early_frees_its_place() -> None:
     assert [entry.served for entry in engine.recorded] == ["abandoned", "abandoned"]
 
 
-async def test_forty_calls_on_four_workers_that_keep_breaking_all_end_right() -> None:
+async def test_calls_complete_on_workers_that_keep_failing() -> None:
     def flaky(seed: int) -> Callable[[GenerateRequest], ScriptedReply]:
         asked = iter(range(seed, 10_000))
 
@@ -262,7 +262,7 @@ async def test_forty_calls_on_four_workers_that_keep_breaking_all_end_right() ->
 # --- pauses --------------------------------------------------------------------------------------
 
 
-async def test_new_calls_wait_at_the_gate_while_paused() -> None:
+async def test_new_calls_wait_while_paused() -> None:
     engine = ScriptedEngine(by_position)
     async with pool_of(a=engine) as pool:
         await pool.pause("drain")
@@ -276,7 +276,7 @@ async def test_new_calls_wait_at_the_gate_while_paused() -> None:
         assert pool.stats()["waiting"] == 0
 
 
-def test_calls_side_by_side_stand_in_line_together() -> None:
+def test_queue_time_of_parallel_calls_counts_once() -> None:
     clock = iter([10.0, 12.0, 15.0])
     line = QueueTime(lambda: next(clock))
     line.enter("s", "a")
@@ -292,7 +292,7 @@ def test_calls_side_by_side_stand_in_line_together() -> None:
     assert line.waited_s("s") == 0.0
 
 
-async def test_draining_waits_for_the_calls_in_flight() -> None:
+async def test_drain_waits_for_running_calls() -> None:
     async with pool_of(a=ScriptedEngine(slowly)) as pool:
         call = asyncio.create_task(answer(pool, a_call()))
         await until(lambda: pool.stats()["in_flight"] == 1)
@@ -301,7 +301,7 @@ async def test_draining_waits_for_the_calls_in_flight() -> None:
         assert ids(call.result()) == UNDISTURBED
 
 
-async def test_kept_calls_stand_still_and_go_on_with_the_new_weights() -> None:
+async def test_kept_calls_continue_with_new_weights() -> None:
     engine = ScriptedEngine(slowly)
     async with pool_of(a=engine) as pool:
         seen: list[Chunk] = []
@@ -331,7 +331,7 @@ async def collect_into(seen: list[Chunk], engine: Engine, call: GenerateRequest,
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["consumer waits", "consumer is busy"])
-async def test_cut_calls_leave_the_engine_and_go_on_after_the_pause(busy: bool) -> None:
+async def test_interrupted_calls_continue_after_resume(busy: bool) -> None:
     engine = ScriptedEngine(slowly)
     async with pool_of(a=engine) as pool:
         seen: list[Chunk] = []
@@ -350,7 +350,7 @@ async def test_cut_calls_leave_the_engine_and_go_on_after_the_pause(busy: bool) 
     assert pool.failovers == 0
 
 
-async def test_a_consumer_that_is_cancelled_while_its_call_is_cut_stays_cancelled() -> None:
+async def test_cancelled_consumer_stays_cancelled_during_interrupt() -> None:
     async with pool_of(a=ScriptedEngine(slowly)) as pool:
         seen: list[Chunk] = []
         call = asyncio.create_task(collect_into(seen, pool, a_call()))
@@ -365,7 +365,7 @@ async def test_a_consumer_that_is_cancelled_while_its_call_is_cut_stays_cancelle
 # --- weights -------------------------------------------------------------------------------------
 
 
-async def test_weights_go_to_every_worker_and_an_older_version_is_refused() -> None:
+async def test_load_updates_all_workers_and_refuses_older_versions() -> None:
     a, b = ScriptedEngine(by_position), ScriptedEngine(by_position)
     async with pool_of(a=a, b=b) as pool:
         await pool.load(3, "three")
@@ -390,7 +390,7 @@ class Stubborn(ScriptedEngine):
         await super().load(version, path)
 
 
-async def test_a_worker_that_cannot_load_is_set_aside_until_it_has_the_weights() -> None:
+async def test_worker_that_cannot_load_is_unhealthy_until_it_can() -> None:
     stubborn, good = Stubborn(Unavailable("disk full"), 2), ScriptedEngine(by_position)
     async with pool_of(a=stubborn, b=good) as pool:
         await pool.load(1, "one")
@@ -398,13 +398,13 @@ async def test_a_worker_that_cannot_load_is_set_aside_until_it_has_the_weights()
         assert "version 1 was not loaded: disk full" in pool.list()[0].reason
         for n in range(4):
             await answer(pool, a_call(session=f"s.{n}"))
-        assert not stubborn.ledger
+        assert not stubborn.recorded
         await until(lambda: pool.list()[0].health is WorkerHealth.READY)
         assert stubborn.loaded == [(1, "one")]
         assert pool.list()[0].version == 1
 
 
-async def test_weights_that_every_worker_refuses_change_nothing() -> None:
+async def test_weights_refused_by_all_workers_change_nothing() -> None:
     async with pool_of(a=Stubborn(UsageError("no such directory"), 1)) as pool:
         with pytest.raises(UsageError, match="version 1 cannot be loaded: a: no such directory"):
             await pool.load(1, "nowhere")
@@ -417,7 +417,7 @@ async def test_weights_that_every_worker_refuses_change_nothing() -> None:
 # --- membership ----------------------------------------------------------------------------------
 
 
-async def test_a_worker_added_later_gets_the_present_weights_before_its_first_call() -> None:
+async def test_added_worker_loads_the_current_weights() -> None:
     late = ScriptedEngine(by_position)
     workers = {"a": ScriptedEngine(by_position)}
     async with asyncio.timeout(BOUND_S), EnginePool(workers, connect=lambda kind, url: late) as pool:
@@ -430,7 +430,7 @@ async def test_a_worker_added_later_gets_the_present_weights_before_its_first_ca
         assert len(late.recorded) == 2
 
 
-async def test_an_unfit_worker_is_refused_and_leaves_no_trace() -> None:
+async def test_unusable_worker_is_not_added() -> None:
     async def check(engine: Engine) -> EngineInfo:
         info = await engine.info()
         if info.max_context < 1000:
@@ -448,7 +448,7 @@ async def test_an_unfit_worker_is_refused_and_leaves_no_trace() -> None:
             pass
 
 
-async def test_the_calls_of_a_worker_that_is_removed_go_on_elsewhere() -> None:
+async def test_calls_of_a_removed_worker_continue() -> None:
     a, b = ScriptedEngine(slowly), ScriptedEngine(slowly)
     async with pool_of(a=a, b=b) as pool:
         seen: list[Chunk] = []
@@ -463,7 +463,7 @@ async def test_the_calls_of_a_worker_that_is_removed_go_on_elsewhere() -> None:
             await pool.remove(busy)
 
 
-async def test_calls_with_images_go_to_workers_that_take_them() -> None:
+async def test_image_calls_go_to_workers_with_images() -> None:
     image = Image(digest="d", media_type="image/png", data=b"png")
     sees = ScriptedEngine(by_position, image_id=20, image_length=3)
     call = GenerateRequest(
@@ -483,7 +483,7 @@ async def test_calls_with_images_go_to_workers_that_take_them() -> None:
     assert len(sees.recorded) == 3
 
 
-async def test_a_pool_that_is_closed_is_unavailable() -> None:
+async def test_closed_pool_raises_unavailable() -> None:
     engine = ScriptedEngine(by_position)
     async with pool_of(a=engine) as pool:
         pass

@@ -39,7 +39,7 @@ async def gateway(store: Path, port: int, timeout_s: float) -> asyncio.subproces
     )
 
 
-async def test_a_gateway_waits_for_an_engine_that_comes_later(tmp_path: Path) -> None:
+async def test_gateway_waits_for_its_engine(tmp_path: Path) -> None:
     [port] = free_ports(1)
     process = await gateway(tmp_path, port, 300)
     assert process.stdout and process.stderr
@@ -57,7 +57,7 @@ async def test_a_gateway_waits_for_an_engine_that_comes_later(tmp_path: Path) ->
         await process.communicate()
 
 
-async def test_a_gateway_whose_engine_never_comes_says_what_to_do(tmp_path: Path) -> None:
+async def test_missing_engine_fails_with_a_remedy(tmp_path: Path) -> None:
     [port] = free_ports(1)
     process = await gateway(tmp_path, port, 1)
     _, told = await asyncio.wait_for(process.communicate(), 120)

@@ -122,7 +122,7 @@ async def test_streaming_and_not_streaming_record_the_same(tmp_path: Path) -> No
     assert records[0] == records[1]
 
 
-async def test_a_changed_history_branches_and_nothing_is_trained_twice(tmp_path: Path) -> None:
+async def test_edited_history_branches_without_training_twice(tmp_path: Path) -> None:
     engine = ScriptedEngine(lambda call: said(f"Answer {len(call.prompt_ids)}."))
     async with running(engine, tmp_path) as up:
         client = await up.agent()
@@ -158,7 +158,7 @@ async def test_versions_are_kept_token_by_token(tmp_path: Path) -> None:
     assert [(s.start, s.end, s.low, s.high) for s in turn.versions] == [(0, 2, 3, 3), (2, n, 4, 4)]
 
 
-async def test_the_trainer_owns_sampling(tmp_path: Path) -> None:
+async def test_client_sampling_is_overridden(tmp_path: Path) -> None:
     engine = ScriptedEngine(lambda _: said("Yes, of course, with pleasure."))
     async with running(engine, tmp_path) as up:
         client = await up.agent(sampling=Sampling(temperature=0.7, max_tokens=5))
@@ -172,7 +172,7 @@ async def test_the_trainer_owns_sampling(tmp_path: Path) -> None:
     assert shorter.choices[0].finish_reason == "length"
 
 
-async def test_a_truncated_turn_is_closed_by_ids_outside_the_loss(tmp_path: Path) -> None:
+async def test_truncated_turn_is_closed_outside_the_loss(tmp_path: Path) -> None:
     engine = ScriptedEngine(lambda _: said("One two three four five."))
     async with running(engine, tmp_path) as up:
         client = await up.agent()
@@ -189,7 +189,7 @@ async def test_a_truncated_turn_is_closed_by_ids_outside_the_loss(tmp_path: Path
     assert sum(row.loss_mask) == len(first.token_ids) + len(second.token_ids)
 
 
-async def test_clients_that_ask_get_ids_and_logprobs(tmp_path: Path) -> None:
+async def test_response_contains_requested_ids_and_logprobs(tmp_path: Path) -> None:
     engine = ScriptedEngine(lambda _: said("Fine."))
     async with running(engine, tmp_path) as up:
         client = await up.agent()
@@ -212,7 +212,7 @@ async def test_clients_that_ask_get_ids_and_logprobs(tmp_path: Path) -> None:
     assert (tuple(ids), tuple(logprobs), tuple(prompt or ())) == (two.token_ids, two.logprobs, two.prompt_ids)
 
 
-async def test_stop_strings_cut_what_is_seen_and_what_is_recorded(tmp_path: Path) -> None:
+async def test_stop_string_ends_reply_and_record(tmp_path: Path) -> None:
     engine = ScriptedEngine(lambda _: said("Thought: look. Observation: none. More."))
     async with running(engine, tmp_path) as up:
         client = await up.agent()
@@ -244,7 +244,7 @@ async def open_two(up: Running) -> tuple[Any, Any]:
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 
 
-async def test_a_key_opens_its_own_session_and_nothing_else(up: Running) -> None:
+async def test_session_key_is_limited_to_its_session(up: Running) -> None:
     a, b = await open_two(up)
     forged = a.api_key[:-1] + ("1" if a.api_key.endswith("0") else "0")
     for key in ("", "wrong", forged, b.api_key, a.api_key.replace("a.1", "b.1")):
@@ -256,7 +256,7 @@ async def test_a_key_opens_its_own_session_and_nothing_else(up: Running) -> None
     assert (await up.client.state("a.1")).calls == 0
 
 
-async def test_the_key_alone_names_the_session_wherever_a_client_puts_it(up: Running) -> None:
+async def test_key_selects_the_session_in_every_header(up: Running) -> None:
     a, _ = await open_two(up)
     for headers in (
         {"authorization": f"Bearer {a.api_key}"},
@@ -269,7 +269,7 @@ async def test_the_key_alone_names_the_session_wherever_a_client_puts_it(up: Run
     assert (await up.client.state("a.1")).calls == 6
 
 
-async def test_nothing_but_post_sessions_makes_a_session(up: Running) -> None:
+async def test_requests_do_not_create_sessions(up: Running) -> None:
     status, _ = await up.ask("POST", "/s/nobody.1/v1/chat/completions", CHAT, ADMIN)
     assert status == 404
     with pytest.raises(NotFound):
@@ -278,7 +278,7 @@ async def test_nothing_but_post_sessions_makes_a_session(up: Running) -> None:
         assert (await up.ask("POST", "/sessions", {"id": bad}))[0] == 400
 
 
-async def test_opening_again_gives_the_same_ticket_and_another_spec_is_refused(up: Running) -> None:
+async def test_open_is_idempotent_and_another_spec_gets_409(up: Running) -> None:
     spec = SessionSpec(id="a.1", rollout_id="a", attempt=1)
     assert await up.client.open(spec) == await up.client.open(spec)
     with pytest.raises(Conflict):
@@ -326,7 +326,7 @@ async def test_unknown_parameters_are_refused_by_name_or_ignored_with_a_tag(up: 
     assert set(turn.tags) == {"ignored:frobnicate", "ignored:n"}
 
 
-def test_time_in_line_is_not_taken_from_a_budget_of_seconds_up_to_as_much_again() -> None:
+def test_queue_time_does_not_count_against_wall_budget() -> None:
     waited: list[float] = []
     spec = SessionSpec(id="w.1", budget=Budget(wall_s=10.0))
     row = SessionRow(id="w.1", phase="open", spec=spec, nonce="n", created=100.0)
@@ -348,7 +348,7 @@ async def test_budgets_and_context_are_enforced(up: Running) -> None:
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
 
 
-async def test_a_closed_session_takes_no_calls_and_phases_repeat_harmlessly(up: Running) -> None:
+async def test_closed_session_gets_409_and_phase_changes_are_idempotent(up: Running) -> None:
     a, _ = await open_two(up)
     assert (await up.ask("POST", "/s/a.1/complete", {"reward": 1.0}, a.api_key))[0] == 200
     status, state = await up.ask("POST", "/sessions/a.1/complete", {"reward": 1.0})
@@ -396,7 +396,7 @@ async def test_control_tokens_inside_content_stay_text(up: Running) -> None:
 # --- things that break ---------------------------------------------------------------------------
 
 
-async def test_an_engine_that_breaks_is_an_error_the_client_may_retry(tmp_path: Path) -> None:
+async def test_engine_failure_gets_503(tmp_path: Path) -> None:
     answers = [ScriptedReply(token_ids=(5, 6), fail="unavailable"), said("Better.")]
     engine = ScriptedEngine(answers)
     async with running(engine, tmp_path) as up:
@@ -409,7 +409,7 @@ async def test_an_engine_that_breaks_is_an_error_the_client_may_retry(tmp_path: 
     assert len(record.trajectories) == 1
 
 
-async def test_a_stream_that_breaks_in_the_middle_is_an_error_and_leaves_its_partial(tmp_path: Path) -> None:
+async def test_broken_stream_leaves_an_aborted_turn(tmp_path: Path) -> None:
     engine = ScriptedEngine(
         [ScriptedReply(token_ids=tuple(VOCAB.encode("Well, let me")), fail="unavailable")]
     )
@@ -423,7 +423,7 @@ async def test_a_stream_that_breaks_in_the_middle_is_an_error_and_leaves_its_par
 
 
 @pytest.mark.parametrize("wrong", [(-1.0,), (float("nan"),) * 3])
-async def test_an_engine_with_wrong_logprobs_is_never_believed(tmp_path: Path, wrong: Any) -> None:
+async def test_invalid_logprobs_get_503(tmp_path: Path, wrong: Any) -> None:
     class Lying(ScriptedEngine):
         async def generate(self, call: GenerateRequest):
             yield Chunk(token_ids=(5, 6, STOP), logprobs=wrong, low=0, high=0, finish=FinishReason.STOP)
@@ -435,7 +435,7 @@ async def test_an_engine_with_wrong_logprobs_is_never_believed(tmp_path: Path, w
         assert (await up.client.finalize("r.1")).trajectories == ()
 
 
-async def test_a_client_that_leaves_in_the_middle_leaves_an_excluded_partial(tmp_path: Path) -> None:
+async def test_disconnect_leaves_an_excluded_turn(tmp_path: Path) -> None:
     engine = ScriptedEngine(lambda _: said("A rather long and slow answer it is.", delay_s=0.05))
     async with running(engine, tmp_path) as up:
         ticket = await up.client.open(SessionSpec(id="r.1"))
@@ -455,7 +455,7 @@ async def test_a_client_that_leaves_in_the_middle_leaves_an_excluded_partial(tmp
     assert record.excluded[0].tokens == len(turn.token_ids)
 
 
-async def test_an_aborted_session_ends_its_calls_at_once(tmp_path: Path) -> None:
+async def test_abort_ends_running_calls(tmp_path: Path) -> None:
     engine = ScriptedEngine([ScriptedReply(token_ids=(5, 6), fail="hang")])
     async with running(engine, tmp_path) as up:
         ticket = await up.client.open(SessionSpec(id="r.1"))
@@ -482,7 +482,7 @@ async def test_overlapping_calls_of_one_session_are_siblings(tmp_path: Path) -> 
     assert len(record.trajectories) == len(engine.recorded) == 12
 
 
-async def test_everything_is_still_there_after_a_restart(tmp_path: Path) -> None:
+async def test_sessions_survive_a_restart(tmp_path: Path) -> None:
     engine = ScriptedEngine([said("First.")])
     async with running(engine, tmp_path) as up:
         ticket = await up.client.open(SessionSpec(id="r.1"))
@@ -498,7 +498,7 @@ async def test_everything_is_still_there_after_a_restart(tmp_path: Path) -> None
     assert record.trajectories[0].token_ids == again.recorded[0].prompt_ids + again.recorded[0].token_ids
 
 
-async def test_the_three_forms_agree(up: Running) -> None:
+async def test_trajectory_forms_agree(up: Running) -> None:
     client = await up.agent("a.1")
     ask: list[Any] = [{"role": "user", "content": "Hi"}]
     first = await complete(client, ask, False)

@@ -60,7 +60,7 @@ async def key_of(there: Place, **spec: Any) -> str:
     return json.loads(answer.body)["api_key"]
 
 
-async def test_rollouts_of_one_key_and_url_have_a_session_each_and_are_found(
+async def test_header_values_open_one_session_each(
     tmp_path: Path,
 ) -> None:
     async with running(engine(), tmp_path / "g") as up:
@@ -85,7 +85,7 @@ async def test_rollouts_of_one_key_and_url_have_a_session_each_and_are_found(
         assert (row.spec.budget.calls, row.spec.sampling.max_tokens) == (9, 20)
 
 
-async def test_a_restarted_gateway_knows_its_header_keys_and_their_sessions(
+async def test_header_keys_survive_a_restart(
     tmp_path: Path,
 ) -> None:
     async with running(engine(), tmp_path / "g") as up:
@@ -105,7 +105,9 @@ def by(key: str, name: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}", "x-run": name}
 
 
-async def test_what_a_header_key_may_not_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_header_key_is_limited_to_its_sessions(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with place(tmp_path, engine()) as there:
         await there.gateway.open(SessionSpec(id="other.1"))
         await there.gateway.open(SessionSpec(id="eval.mine"))
@@ -142,7 +144,7 @@ async def test_what_a_header_key_may_not_do(tmp_path: Path, caplog: pytest.LogCa
         assert without_keys(f"asked with {key}") == "asked with afh-eval~..."
 
 
-async def test_a_rewarding_key_rewards_its_sessions_and_a_verifiers_does_not(tmp_path: Path) -> None:
+async def test_header_key_scope_decides_rewards(tmp_path: Path) -> None:
     async with place(tmp_path, engine()) as there:
         key, judged = (
             await key_of(there),
@@ -183,13 +185,13 @@ async def test_open_sessions_are_limited_and_idle_ones_are_completed(tmp_path: P
         *({"idle_s": 0}, {"session": {"id": "one"}}, {"session": {"nonsense": 1}}, {"nonsense": 1}),
     ],
 )
-async def test_a_key_that_cannot_be_is_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
+async def test_invalid_header_key_spec_gets_400(wrong: dict[str, Any], tmp_path: Path) -> None:
     async with place(tmp_path, engine()) as there:
         answer = await knock(there.app, "POST", "/keys", json.dumps(wrong).encode(), ADMIN)
         assert answer.status == 400, answer
 
 
-def test_whatever_a_header_says_makes_an_id_of_its_own() -> None:
+def test_header_values_map_to_distinct_ids() -> None:
     values = [
         "a",
         "a/b",
@@ -213,7 +215,7 @@ def test_whatever_a_header_says_makes_an_id_of_its_own() -> None:
     assert header_session_id("k", "task/7").startswith("k.task_7-")
 
 
-async def test_sessions_opened_by_a_header_have_one_home_among_several_processes(tmp_path: Path) -> None:
+async def test_header_sessions_belong_to_one_process(tmp_path: Path) -> None:
     names = [f"n{n}" for n in range(8)]
     assert {owner(f"eval.{name}", 2) for name in names} == {0, 1}
     async with (
@@ -252,7 +254,7 @@ async def until_known(admin: HttpGateway, session_id: str) -> None:
 # --- keys in paths --------------------------------------------------------------------------------
 
 
-async def test_an_agent_without_a_key_uses_the_one_in_its_base_url(
+async def test_path_key_authenticates_clients_without_a_key(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(engine(), tmp_path / "g", path_keys=True) as up:
@@ -282,9 +284,7 @@ async def test_an_agent_without_a_key_uses_the_one_in_its_base_url(
         assert not any(ticket.api_key in line or ADMIN in line or wrong in line for line in logged)
 
 
-async def test_keys_in_paths_are_refused_unless_they_are_asked_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_path_keys_are_refused_by_default(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with running(engine(), tmp_path / "g") as up:
         ticket = await up.client.open(SessionSpec(id="r.1"))
         assert ticket.base_url == f"{up.url}/s/r.1"
@@ -297,7 +297,7 @@ async def test_keys_in_paths_are_refused_unless_they_are_asked_for(
         assert ticket.api_key not in caplog.text
 
 
-async def test_the_admin_key_is_needed_to_make_header_keys(tmp_path: Path) -> None:
+async def test_creating_header_keys_needs_the_admin_key(tmp_path: Path) -> None:
     async with running(engine(), tmp_path / "g") as up, HttpGateway(up.url, "wrong") as other:
         with pytest.raises(UsageError, match="admin key"):
             await other.create_key(HeaderKeySpec())

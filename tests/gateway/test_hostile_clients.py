@@ -57,9 +57,7 @@ async def streamed(up: Running, key: str, messages: list[Any], **more: Any) -> l
 
 
 @pytest.mark.parametrize("size", [1, 100])
-async def test_nothing_behind_a_stop_string_is_shown_however_much_came_at_once(
-    tmp_path: Path, size: int
-) -> None:
+async def test_text_after_a_stop_string_is_never_sent(tmp_path: Path, size: int) -> None:
     answer = said(f"It costs  END {CALL}", chunks=(size,))
     async with running(ScriptedEngine([answer, answer]), tmp_path) as up:
         key = await opened(up)
@@ -74,7 +72,7 @@ async def test_nothing_behind_a_stop_string_is_shown_however_much_came_at_once(
 
 
 @pytest.mark.parametrize("size", [1, 100])
-async def test_a_budget_of_tokens_is_kept_however_many_come_at_once(tmp_path: Path, size: int) -> None:
+async def test_token_budget_holds_for_large_chunks(tmp_path: Path, size: int) -> None:
     answer = said("One two three four five six.", chunks=(size,))
     budget = Budget(tokens=len(answer.token_ids) + 5)
     async with running(ScriptedEngine([answer] * 3), tmp_path) as up:
@@ -88,7 +86,7 @@ async def test_a_budget_of_tokens_is_kept_however_many_come_at_once(tmp_path: Pa
     assert state.tokens["sampled"] == budget.tokens
 
 
-async def test_text_and_calls_of_one_turn_may_come_back_as_two_messages(tmp_path: Path) -> None:
+async def test_turn_echoed_as_two_messages_matches(tmp_path: Path) -> None:
     engine = ScriptedEngine([said(f"Let me see. {CALL}"), said("Four."), said("Bye.")])
     async with running(engine, tmp_path) as up:
         key = await opened(up)
@@ -117,7 +115,7 @@ async def test_text_and_calls_of_one_turn_may_come_back_as_two_messages(tmp_path
         "/s/r.1/responses/input_tokens",
     ],
 )
-async def test_a_version_that_a_base_url_had_already_is_forgiven(tmp_path: Path, path: str) -> None:
+async def test_repeated_version_prefix_is_accepted(tmp_path: Path, path: str) -> None:
     body: dict[str, Any] = {"messages": [HI], "max_tokens": 9}
     if "generateContent" in path:
         body = {"contents": [{"parts": [{"text": "Hi"}]}]}
@@ -127,7 +125,7 @@ async def test_a_version_that_a_base_url_had_already_is_forgiven(tmp_path: Path,
         assert (await up.ask("POST", path, body, await opened(up)))[0] == 200
 
 
-async def test_a_request_that_says_nothing_is_no_crash(tmp_path: Path) -> None:
+async def test_empty_request_gets_400(tmp_path: Path) -> None:
     async with running(ScriptedEngine([said("Hello.")] * 2), tmp_path) as up:
         key = await opened(up)
         status, answer = await up.ask("POST", "/v1/responses", {"input": [{"type": "a_new_kind"}]}, key)
@@ -137,7 +135,7 @@ async def test_a_request_that_says_nothing_is_no_crash(tmp_path: Path) -> None:
         await chat(up, key, [{"role": "assistant", "content": ""}])
 
 
-async def test_a_list_of_sessions_is_asked_for_in_words_that_exist(tmp_path: Path) -> None:
+async def test_invalid_session_filters_get_400(tmp_path: Path) -> None:
     async with running(ScriptedEngine([]), tmp_path) as up:
         await opened(up)
         for asked, named in (("phase=done", "'done'"), ("limit=0", "limit=0"), ("limit=nan", "limit=nan")):
@@ -147,7 +145,7 @@ async def test_a_list_of_sessions_is_asked_for_in_words_that_exist(tmp_path: Pat
         assert [state["id"] for state in answer["sessions"]] == ["r.1"]
 
 
-async def test_a_reward_is_for_a_turn_that_there_is(tmp_path: Path) -> None:
+async def test_reward_for_an_unknown_turn_gets_400(tmp_path: Path) -> None:
     async with running(ScriptedEngine([said("Hello.")]), tmp_path) as up:
         key = await opened(up)
         await chat(up, key, [HI])
@@ -158,7 +156,7 @@ async def test_a_reward_is_for_a_turn_that_there_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["linear", "turns", "tree"])
-async def test_every_form_of_trajectories_names_the_calls_without_an_end(tmp_path: Path, form: str) -> None:
+async def test_all_forms_list_dangling_calls(tmp_path: Path, form: str) -> None:
     process, told = start(tmp_path, [{"token_ids": [5, 6], "fail": "hang"}])
     try:
         _, writer = await half_an_answer(told)
@@ -178,7 +176,7 @@ async def test_every_form_of_trajectories_names_the_calls_without_an_end(tmp_pat
     assert answer["excluded"] == [{"turn": "t1", "tokens": 0, "reason": "dangling"}]
 
 
-async def test_a_gateway_that_is_stopped_says_so_and_its_log_stays_json(tmp_path: Path) -> None:
+async def test_stopping_gateway_answers_503_and_logs_json(tmp_path: Path) -> None:
     process, told = start(tmp_path, [{"token_ids": [5, 6], "fail": "hang"}])
     try:
         reader, writer = await half_an_answer(told)
@@ -191,7 +189,7 @@ async def test_a_gateway_that_is_stopped_says_so_and_its_log_stays_json(tmp_path
     assert [json.loads(line)["level"] for line in log.splitlines()]
 
 
-async def test_a_stream_is_never_silent_for_longer_than_it_says(tmp_path: Path) -> None:
+async def test_keepalives_bound_the_silence_of_a_stream(tmp_path: Path) -> None:
     engine = ScriptedEngine([ScriptedReply(token_ids=(5, 6), delay_s=0.1, fail="hang")])
     clock = asyncio.get_running_loop().time
     sent: list[tuple[float, bytes]] = []
@@ -217,7 +215,7 @@ async def test_a_stream_is_never_silent_for_longer_than_it_says(tmp_path: Path) 
         await asyncio.wait([call])
 
 
-async def test_a_web_socket_is_refused_like_any_path_that_is_not_served(tmp_path: Path) -> None:
+async def test_web_socket_gets_404(tmp_path: Path) -> None:
     upgrade = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
     async with running(ScriptedEngine([]), tmp_path) as up:
         key = {"authorization": f"Bearer {await opened(up)}", "sec-websocket-key": "MDEyMzQ1Njc4OWFiY2RlZg=="}
@@ -225,7 +223,7 @@ async def test_a_web_socket_is_refused_like_any_path_that_is_not_served(tmp_path
     assert (status, answer["error"]["code"]) == (404, "not_found")
 
 
-async def test_several_processes_refuse_as_one_does(tmp_path: Path) -> None:
+async def test_shards_return_the_same_errors(tmp_path: Path) -> None:
     headers = {"authorization": f"Bearer {ADMIN}"}
     async with (
         serving(FakeVllm(ScriptedEngine(hello))) as engine,
@@ -274,7 +272,7 @@ async def half_an_answer(told: dict[str, Any]) -> tuple[asyncio.StreamReader, as
 @pytest.mark.parametrize(
     "url", ["gateway.example:8400", "ftp://gateway.example", "https://", "http://x/?a=b"]
 )
-async def test_an_address_no_agent_could_use_is_refused(tmp_path: Path, url: str) -> None:
+async def test_invalid_public_url_is_refused(tmp_path: Path, url: str) -> None:
     words = ("--model", POLICY, "--engine", "scripted=x", "--port", 0, "--public-url", url)
     code, _, error = await asyncio.to_thread(afield, tmp_path, "gateway", *words, timeout=90)
     assert code == 2 and "--public-url" in error

@@ -58,9 +58,7 @@ def seeing(model: Path) -> ScriptedEngine:
     return ScriptedEngine(script, image_id=picture[0], image_length=5)
 
 
-async def test_an_image_is_recorded_as_the_engine_expands_it_and_stays_in_the_conversation(
-    model: Path, tmp_path: Path
-) -> None:
+async def test_image_is_recorded_as_expanded_by_the_engine(model: Path, tmp_path: Path) -> None:
     engine = seeing(model)
     tokens = ChatTokenizer.load(model)
     (picture,) = tokens.encode_raw("<|picture|>")
@@ -100,21 +98,21 @@ async def test_another_image_is_another_conversation(model: Path, tmp_path: Path
     assert len(record.trajectories) == 2
 
 
-async def test_an_engine_without_eyes_says_so(model: Path, tmp_path: Path) -> None:
+async def test_engine_without_images_gets_400(model: Path, tmp_path: Path) -> None:
     async with running(ScriptedEngine([]), tmp_path / "store", model) as up:
         agent = await up.agent()
         with pytest.raises(openai.BadRequestError, match="takes no images"):
             await agent.chat.completions.create(model="m", messages=ASKED)
 
 
-async def test_a_template_without_a_place_for_images_says_so(tmp_path: Path) -> None:
+async def test_template_without_images_gets_400(tmp_path: Path) -> None:
     async with running(ScriptedEngine([], image_id=5), tmp_path / "store") as up:
         agent = await up.agent()
         with pytest.raises(openai.BadRequestError, match="no place for images"):
             await agent.chat.completions.create(model="m", messages=ASKED)
 
 
-async def test_an_image_that_is_no_base64_is_a_bad_request(model: Path, tmp_path: Path) -> None:
+async def test_invalid_base64_image_gets_400(model: Path, tmp_path: Path) -> None:
     async with running(seeing(model), tmp_path / "store", model) as up:
         agent = await up.agent()
         broken: Any = [

@@ -116,7 +116,7 @@ async def cancelled_at(c: Custody, what: str, work: Any) -> None:
     c.store.held = None
 
 
-async def test_a_client_that_leaves_during_the_commit_leaves_one_committed_turn(tmp_path: Path) -> None:
+async def test_disconnect_during_commit_leaves_one_committed_turn(tmp_path: Path) -> None:
     async with custody(tmp_path, [said("One."), said("Two.")]) as c:
         session = await c.open()
         await cancelled_at(c, "committed", c.run(session, ask("Hi")))
@@ -130,7 +130,7 @@ async def test_a_client_that_leaves_during_the_commit_leaves_one_committed_turn(
     assert len(c.engine.recorded) == 1
 
 
-async def test_a_client_that_leaves_during_the_intent_leaves_an_aborted_call(tmp_path: Path) -> None:
+async def test_disconnect_during_intent_leaves_an_aborted_turn(tmp_path: Path) -> None:
     async with custody(tmp_path, [said("One.")]) as c:
         session = await c.open()
         await cancelled_at(c, "dangling", c.run(session, ask("Hi")))
@@ -138,7 +138,7 @@ async def test_a_client_that_leaves_during_the_intent_leaves_an_aborted_call(tmp
         assert session.state().dangling == 0
 
 
-async def test_no_call_slips_in_while_a_session_is_finalized(tmp_path: Path) -> None:
+async def test_no_call_starts_during_finalize(tmp_path: Path) -> None:
     async with custody(tmp_path, lambda _: said("One.")) as c:
         session = await c.open()
         c.store.held = "finalized"
@@ -151,7 +151,7 @@ async def test_no_call_slips_in_while_a_session_is_finalized(tmp_path: Path) -> 
         assert len(c.store.turns("r.1")) == 0
 
 
-async def test_calls_side_by_side_share_the_budget(tmp_path: Path) -> None:
+async def test_parallel_calls_share_the_budget(tmp_path: Path) -> None:
     async with custody(tmp_path, lambda call: said(f"A long answer to {call.id}, word by word.")) as c:
         session = await c.open(budget=Budget(tokens=20))
         many = (c.run(session, ask("Hi", max_tokens=8)) for _ in range(50))
@@ -164,7 +164,7 @@ async def test_calls_side_by_side_share_the_budget(tmp_path: Path) -> None:
             await c.run(session, ask("Hi"))
 
 
-async def test_a_call_waits_for_tokens_that_others_have_reserved_and_do_not_use(tmp_path: Path) -> None:
+async def test_call_waits_for_reserved_tokens(tmp_path: Path) -> None:
     async with custody(tmp_path, lambda _: said("Yes.")) as c:
         session = await c.open(budget=Budget(tokens=500))
         results = await asyncio.gather(*(c.run(session, ask("Hi", max_tokens=400)) for _ in range(6)))
@@ -173,7 +173,7 @@ async def test_a_call_waits_for_tokens_that_others_have_reserved_and_do_not_use(
         assert all(turn.finish_reason is FinishReason.STOP for turn in turns)
 
 
-async def test_a_call_that_breaks_or_is_left_gives_its_tokens_back(tmp_path: Path) -> None:
+async def test_failed_call_returns_its_tokens(tmp_path: Path) -> None:
     broken, hanging = (
         ScriptedReply(token_ids=(5,), fail="unavailable"),
         ScriptedReply(token_ids=(5,), fail="hang"),
@@ -192,7 +192,7 @@ async def test_a_call_that_breaks_or_is_left_gives_its_tokens_back(tmp_path: Pat
         assert (await waiting).content == "Yes."
 
 
-async def test_long_conversations_cannot_outrun_the_budget_of_calls(tmp_path: Path) -> None:
+async def test_call_budget_holds_for_long_conversations(tmp_path: Path) -> None:
     async with custody(tmp_path, lambda _: said("Yes.")) as c:
         session = await c.open(budget=Budget(calls=2))
         many = [c.run(session, ask("word " * 200 + str(n) + "x" * 20_000)) for n in range(6)]
@@ -202,7 +202,7 @@ async def test_long_conversations_cannot_outrun_the_budget_of_calls(tmp_path: Pa
     assert len(refused) >= 4
 
 
-async def test_what_the_engine_broke_is_not_held_against_the_budget(tmp_path: Path) -> None:
+async def test_engine_failure_does_not_count_against_the_budget(tmp_path: Path) -> None:
     broken = ScriptedReply(token_ids=(5,), fail="unavailable")
     async with custody(tmp_path, [broken, broken, said("At last.")]) as c:
         session = await c.open(budget=Budget(calls=1))
@@ -216,7 +216,7 @@ async def test_what_the_engine_broke_is_not_held_against_the_budget(tmp_path: Pa
         assert Session(session.row, c.store.turns("r.1")).charged == 1
 
 
-async def test_an_answer_that_was_missed_is_given_again_even_when_the_budget_is_spent(tmp_path: Path) -> None:
+async def test_undelivered_answer_is_repeated_without_budget(tmp_path: Path) -> None:
     async with custody(tmp_path, [said("Only this.")]) as c:
         session = await c.open(budget=Budget(calls=1))
         await c.run(session, ask("Hi"))
@@ -224,7 +224,7 @@ async def test_an_answer_that_was_missed_is_given_again_even_when_the_budget_is_
         assert (await c.reply(session, ask("Hi"))).content == "Only this."
 
 
-async def test_a_missed_answer_is_not_given_to_another_request(tmp_path: Path) -> None:
+async def test_undelivered_answer_is_not_given_to_another_request(tmp_path: Path) -> None:
     async with custody(tmp_path, lambda call: said("alpha STOP beta")) as c:
         session = await c.open()
         await c.run(session, ask("Hi", stop=("STOP",)))
@@ -241,7 +241,7 @@ async def test_a_missed_answer_is_not_given_to_another_request(tmp_path: Path) -
     assert len(c.engine.recorded) == 3
 
 
-async def test_a_conversation_goes_on_from_the_twin_its_client_saw(tmp_path: Path) -> None:
+async def test_conversation_continues_from_the_delivered_twin(tmp_path: Path) -> None:
     async with custody(tmp_path, lambda _: said("Same.")) as c:
         session = await c.open()
         await c.run(session, ask("Hi"))
@@ -251,7 +251,7 @@ async def test_a_conversation_goes_on_from_the_twin_its_client_saw(tmp_path: Pat
         assert session.tree["t3"].parent == "t1"
 
 
-async def test_a_long_answer_keeps_its_session_active(tmp_path: Path) -> None:
+async def test_running_call_keeps_its_session_active(tmp_path: Path) -> None:
     async with custody(tmp_path, lambda _: said("One two three four.")) as c:
         session = await c.open()
         seen = [session.last_activity async for _ in c.calls.run(session, ask("Hi", stream=True))]
@@ -259,7 +259,7 @@ async def test_a_long_answer_keeps_its_session_active(tmp_path: Path) -> None:
         assert len(set(seen)) >= len(session.tree["t1"].token_ids)
 
 
-async def test_a_missed_answer_whose_retry_leaves_too_is_still_missed(tmp_path: Path) -> None:
+async def test_answer_stays_undelivered_if_the_retry_disconnects(tmp_path: Path) -> None:
     async with custody(tmp_path, [said("Once.")]) as c:
         session = await c.open()
         await c.run(session, ask("Hi"))
@@ -269,7 +269,7 @@ async def test_a_missed_answer_whose_retry_leaves_too_is_still_missed(tmp_path: 
         assert (await c.reply(session, ask("Hi"))).content == "Once."
 
 
-async def test_sessions_that_are_over_leave_memory_and_come_back_when_asked_for(tmp_path: Path) -> None:
+async def test_closed_sessions_are_reloaded_from_the_store(tmp_path: Path) -> None:
     async with custody(tmp_path, lambda _: said("Yes.")) as c:
         for n in (1, 2, 3):
             session, _ = await c.sessions.open(SessionSpec(id=f"r.{n}"))
@@ -284,7 +284,7 @@ async def test_sessions_that_are_over_leave_memory_and_come_back_when_asked_for(
         assert c.sessions.get("r.1").state().turns == 1
 
 
-async def test_a_closed_store_refuses_instead_of_waiting_for_ever(tmp_path: Path) -> None:
+async def test_closed_store_raises_unavailable(tmp_path: Path) -> None:
     async with custody(tmp_path, []) as c:
         session = await c.open()
     with pytest.raises(Unavailable, match="closed"):
@@ -300,7 +300,7 @@ async def up(tmp_path: Path, anyio_backend: str) -> AsyncIterator[Running]:
         yield gateway
 
 
-async def test_rewards_that_come_at_once_are_all_kept(up: Running) -> None:
+async def test_concurrent_rewards_are_all_recorded(up: Running) -> None:
     await up.client.open(SessionSpec(id="r.1"))
     posts = (up.ask("POST", "/sessions/r.1/reward", {"reward": n, "name": f"n{n}"}) for n in range(8))
     assert [status for status, _ in await asyncio.gather(*posts)] == [200] * 8
@@ -313,7 +313,7 @@ async def test_rewards_that_come_at_once_are_all_kept(up: Running) -> None:
     assert len(state.rewards) == 10
 
 
-async def test_a_call_whose_session_is_aborted_gets_an_answer(tmp_path: Path) -> None:
+async def test_call_of_an_aborted_session_gets_an_error(tmp_path: Path) -> None:
     engine = ScriptedEngine(lambda _: ScriptedReply(token_ids=(5, 6), fail="hang"))
     async with running(engine, tmp_path) as up:
         ticket = await up.client.open(SessionSpec(id="r.1"))
@@ -328,7 +328,7 @@ async def test_a_call_whose_session_is_aborted_gets_an_answer(tmp_path: Path) ->
     assert (status, answer["error"]["code"]) == (409, "conflict")
 
 
-async def test_numbers_too_large_are_refused(up: Running) -> None:
+async def test_huge_numbers_get_400(up: Running) -> None:
     await up.client.open(SessionSpec(id="r.1"))
     huge = b"1" + b"0" * 400
     assert (await up.ask("POST", "/sessions/r.1/reward", b'{"reward": 1%s}' % (b"0" * 30)))[0] == 200
@@ -336,7 +336,7 @@ async def test_numbers_too_large_are_refused(up: Running) -> None:
     assert (await up.ask("POST", "/sessions", b'{"id": "r.2", "metadata": {"n": %s}}' % huge))[0] == 400
 
 
-async def test_nesting_beyond_any_use_is_refused(up: Running) -> None:
+async def test_deep_nesting_gets_400(up: Running) -> None:
     ticket = await up.client.open(SessionSpec(id="r.1"))
     message = b'{"role": "user", "content": "Hi"}'
     deep = b"[" * 100_000 + b"]" * 100_000
@@ -348,7 +348,7 @@ async def test_nesting_beyond_any_use_is_refused(up: Running) -> None:
     assert (await up.ask("POST", "/sessions/r.1/reward", b'{"reward": %s}' % deep))[0] == 400
 
 
-async def test_calls_a_dead_gateway_left_behind_are_named(tmp_path: Path) -> None:
+async def test_dangling_calls_are_listed_after_a_crash(tmp_path: Path) -> None:
     async with custody(tmp_path, [ScriptedReply(token_ids=(5,), fail="hang")]) as c:
         session = await c.open()
         task = asyncio.create_task(c.run(session, ask("Hi")))
@@ -367,7 +367,7 @@ async def test_calls_a_dead_gateway_left_behind_are_named(tmp_path: Path) -> Non
 # --- finalize while a call runs -------------------------------------------------------------------
 
 
-async def test_a_turn_whose_commit_has_begun_is_in_the_record_that_finalize_takes(tmp_path: Path) -> None:
+async def test_finalize_waits_for_a_commit_in_progress(tmp_path: Path) -> None:
     async with custody(tmp_path, [said("One.")]) as c:
         session = await c.open()
         c.store.held = "committed"
@@ -382,7 +382,7 @@ async def test_a_turn_whose_commit_has_begun_is_in_the_record_that_finalize_take
         assert (await call).content == "One."
 
 
-async def test_a_call_that_ends_after_finalize_took_the_record_changes_nothing(tmp_path: Path) -> None:
+async def test_call_that_ends_after_finalize_is_not_recorded(tmp_path: Path) -> None:
     async with custody(tmp_path, [said("One."), said("Too late.")]) as c:
         session = await c.open()
         await c.reply(session, ask("Hi"))
@@ -403,7 +403,7 @@ async def test_a_call_that_ends_after_finalize_took_the_record_changes_nothing(t
         assert session.row.excluded == {}
 
 
-async def test_a_call_that_is_left_after_finalize_took_the_record_changes_nothing(tmp_path: Path) -> None:
+async def test_call_abandoned_after_finalize_is_not_recorded(tmp_path: Path) -> None:
     async with custody(tmp_path, [ScriptedReply(token_ids=(5, 6), fail="hang")]) as c:
         session = await c.open()
         late = asyncio.create_task(c.reply(session, ask("Hi")))

@@ -24,7 +24,7 @@ async def post(there: Place, path: str, key: str, **body: Any) -> int:
     return (await knock(there.app, "POST", path, json.dumps(body).encode(), key)).status
 
 
-async def test_under_a_verifier_the_agent_gives_no_reward(
+async def test_agent_reward_gets_403_with_a_verifier(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with answering(tmp_path, said("Yes.")) as there:
@@ -44,7 +44,7 @@ async def test_under_a_verifier_the_agent_gives_no_reward(
         assert (await there.get("/sessions/r.1"))["rewards"] == [{"reward": 0.5}]
 
 
-async def test_a_key_may_do_what_its_scope_says(tmp_path: Path) -> None:
+async def test_scopes_limit_a_key(tmp_path: Path) -> None:
     async with answering(tmp_path, said("Yes.")) as there:
         ticket = await there.gateway.open(SessionSpec(id="r.1", scope=("infer",)))
         assert await post(there, "/s/r.1/reward", ticket.api_key, reward=1.0) == 403
@@ -55,7 +55,7 @@ async def test_a_key_may_do_what_its_scope_says(tmp_path: Path) -> None:
         assert (await knock(there.app, "GET", "/s/r.1/turns", key=reader.api_key)).status == 401
 
 
-async def test_an_outcome_may_be_repeated_and_not_changed(tmp_path: Path) -> None:
+async def test_outcome_is_idempotent_and_cannot_change(tmp_path: Path) -> None:
     async with answering(tmp_path, said("Yes.")) as there:
         ticket = await there.gateway.open(SessionSpec(id="r.1"))
         told = {"reward": 1.0, "metrics": {"steps": 3.0}, "status": "done", "stop_reason": "end"}
@@ -69,7 +69,7 @@ async def test_an_outcome_may_be_repeated_and_not_changed(tmp_path: Path) -> Non
         assert answer.status in (400, 409)
 
 
-async def test_a_session_that_outlives_its_time_is_ended_and_keeps_what_it_has(tmp_path: Path) -> None:
+async def test_expired_session_is_aborted_and_keeps_its_turns(tmp_path: Path) -> None:
     async with answering(tmp_path, said("Yes.")) as there:
         ticket = await there.gateway.open(SessionSpec(id="r.1", ttl_s=0.3))
         client = Client(there.app, ticket.api_key, "chat", False)

@@ -66,9 +66,7 @@ async def recorded(up: Running, session_id: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-async def test_chat_tells_the_likeliest_tokens_in_answers_and_streams(
-    up: Running, temperature: float
-) -> None:
+async def test_chat_returns_top_logprobs_streamed_or_not(up: Running, temperature: float) -> None:
     client, session = await an_agent(up, sampling=Sampling(temperature=temperature, max_tokens=12, seed=3))
     ask: Any = {"model": "m", "messages": HELLO, "logprobs": True, "top_logprobs": 4}
     answer = (await client.chat.completions.create(**ask)).choices[0].logprobs
@@ -91,7 +89,7 @@ async def test_chat_tells_the_likeliest_tokens_in_answers_and_streams(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_constrained_reply_has_the_likeliest_of_the_tokens_allowed(up: Running, stream: bool) -> None:
+async def test_constrained_top_logprobs_are_of_allowed_tokens(up: Running, stream: bool) -> None:
     client, _ = await an_agent(up, sampling=Sampling(temperature=1.3, max_tokens=12))
     ask: Any = {"model": "m", "messages": HELLO, "logprobs": True, "top_logprobs": 20}
     ask["extra_body"] = {"guided_choice": ["yes", "no"]}
@@ -108,7 +106,7 @@ async def test_a_constrained_reply_has_the_likeliest_of_the_tokens_allowed(up: R
     assert {top.token[0] for top in first} <= {"y", "n", "<"}  # the choices, or reasoning before them
 
 
-async def test_bytes_are_those_of_the_token_also_within_a_character(tmp_path: Path) -> None:
+async def test_logprob_bytes_are_those_of_the_token(tmp_path: Path) -> None:
     text = "aé😀"
     ids = VOCAB.encode(text)
     assert any("\ufffd" in VOCAB.decode([token]) for token in ids)  # or this would show nothing
@@ -159,7 +157,7 @@ def direct(model: Path, ids: list[int]) -> Any:
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs is not told in a stream"),
     ],
 )
-async def test_chat_refuses_what_makes_no_sense(up: Running, more: dict[str, Any], named: str) -> None:
+async def test_chat_refuses_invalid_logprob_parameters(up: Running, more: dict[str, Any], named: str) -> None:
     client, _ = await an_agent(up)
     with pytest.raises(openai.BadRequestError, match=named):
         await client.chat.completions.create(model="m", messages=HELLO, extra_body=more)
@@ -172,7 +170,7 @@ class Silent(ScriptedEngine):
         return structs.replace(await super().info(), max_top_logprobs=2, prompt_logprobs=False)
 
 
-async def test_what_the_engine_cannot_tell_is_refused_by_name(tmp_path: Path) -> None:
+async def test_unsupported_logprobs_get_400(tmp_path: Path) -> None:
     engine = Silent(lambda _: ScriptedReply(token_ids=(*VOCAB.encode("Hi."), STOP or 0)))
     async with running(engine, tmp_path / "s") as up:
         client = await up.agent()
@@ -207,7 +205,7 @@ async def test_what_the_engine_cannot_tell_is_refused_by_name(tmp_path: Path) ->
 PROMPT = 'What is the value of key "seven"? é'
 
 
-async def test_completions_repeat_and_score_the_prompt(up: Running, model: Path) -> None:
+async def test_completions_echo_and_score_the_prompt(up: Running, model: Path) -> None:
     client, session = await an_agent(up, sampling=Sampling(temperature=0.7, max_tokens=6))
     ask: Any = {"model": "m", "prompt": PROMPT, "echo": True, "logprobs": 3, "max_tokens": 6, "seed": 1}
     answer = await client.completions.create(**ask, extra_body={"return_token_ids": True})
@@ -228,7 +226,7 @@ async def test_completions_repeat_and_score_the_prompt(up: Running, model: Path)
     assert told.token_logprobs[len(ids) :] == list(turn.logprobs)
 
 
-async def test_a_stream_of_completions_folds_to_the_answer(up: Running) -> None:
+async def test_completions_stream_equals_the_response(up: Running) -> None:
     client, _ = await an_agent(up, sampling=Sampling(temperature=0.0, max_tokens=5))
     ask: Any = {"model": "m", "prompt": PROMPT, "echo": True, "logprobs": 2, "max_tokens": 5}
     whole: Any = (await client.completions.create(**ask)).choices[0]
@@ -243,7 +241,7 @@ async def test_a_stream_of_completions_folds_to_the_answer(up: Running) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_scoring_a_prompt_samples_and_records_nothing(up: Running, model: Path, stream: bool) -> None:
+async def test_scored_prompt_records_no_turn(up: Running, model: Path, stream: bool) -> None:
     client, session = await an_agent(up, sampling=Sampling(max_tokens=5))
     ask: Any = {"model": "m", "prompt": PROMPT, "echo": True, "logprobs": 1, "max_tokens": 0}
     ask["extra_body"] = {"return_token_ids": True}
@@ -268,7 +266,7 @@ async def test_scoring_a_prompt_samples_and_records_nothing(up: Running, model: 
 # --- gemini ---------------------------------------------------------------------------------------
 
 
-async def test_gemini_tells_candidates(up: Running) -> None:
+async def test_gemini_returns_top_candidates(up: Running) -> None:
     sampling = Sampling(temperature=0.0, max_tokens=6)
     ticket = await up.client.open(SessionSpec(id=f"s.{next(NAMES)}", sampling=sampling))
     client = genai.Client(
@@ -300,7 +298,7 @@ async def test_gemini_tells_candidates(up: Running) -> None:
 # --- answers that are given again -----------------------------------------------------------------
 
 
-async def test_an_answer_that_is_given_again_has_its_log_probabilities(tmp_path: Path) -> None:
+async def test_repeated_answer_has_its_logprobs(tmp_path: Path) -> None:
     def said(call: Any) -> ScriptedReply:
         return ScriptedReply(token_ids=(*VOCAB.encode("Hello there."), STOP or 0))
 

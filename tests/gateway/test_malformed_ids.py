@@ -14,20 +14,20 @@ from afield.interfaces import Image
 
 
 @pytest.mark.parametrize("turn", ["t" + "9" * 5000, "t\u0661", "t", "t-1"])
-def test_ids_that_name_no_turn(turn: str) -> None:
+def test_malformed_ids_name_no_turn(turn: str) -> None:
     tag = turn_ids.response_id("s-1", "t1").removesuffix("_t1")
     assert turn_ids.turn_of_response(f"{tag}_{turn}", "s-1") is None
     assert turn_ids.turn_of_id(f"msg_{turn}_0") is None
 
 
-def test_an_allowed_tool_of_no_kind_is_refused() -> None:
+def test_allowed_tool_without_type_gets_400() -> None:
     given = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": [], "name": "a"}]}}
     with pytest.raises(ApiError, match="names no tool"):
         request_options.openai_choice(given, nested=True)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_damaged_exif_block_is_no_internal_error() -> None:
+def test_damaged_exif_gets_400() -> None:
     exif = Pillow.Exif()
     exif[0x0112] = 3
     written = io.BytesIO()

@@ -69,7 +69,7 @@ async def standing(outlet: MemoryTransport) -> OutcomeRecord:
     return found
 
 
-async def test_what_the_sdk_delivers_to_the_gateway_reaches_the_store_whole(tmp_path: Path) -> None:
+async def test_sdk_record_reaches_the_store(tmp_path: Path) -> None:
     async with MemoryTransport() as outlet, running(engine(), tmp_path, outlet=outlet) as up:
         at = await opened(up)
         sent = record(
@@ -85,7 +85,7 @@ async def test_what_the_sdk_delivers_to_the_gateway_reaches_the_store_whole(tmp_
         assert await standing(outlet) == sent
 
 
-async def test_the_short_form_becomes_a_record_too(tmp_path: Path) -> None:
+async def test_short_outcome_becomes_a_record(tmp_path: Path) -> None:
     async with MemoryTransport() as outlet, running(engine(), tmp_path, outlet=outlet) as up:
         at = await opened(up)
         body = {"reward": 1, "rewards": {"format": 0.5}, "metrics": {"steps": 3.0}, "artifacts": {"a": [1]}}
@@ -104,16 +104,14 @@ async def test_the_short_form_becomes_a_record_too(tmp_path: Path) -> None:
         assert found.ended >= found.started > 0
 
 
-async def test_completing_with_a_reward_is_an_outcome(tmp_path: Path) -> None:
+async def test_complete_with_a_reward_delivers_an_outcome(tmp_path: Path) -> None:
     async with MemoryTransport() as outlet, running(engine(), tmp_path, outlet=outlet) as up:
         at = await opened(up)
         assert (await up.ask("POST", "/s/r.1/complete", {"reward": 0.25}, at.api_key))[0] == 200
         assert (await standing(outlet)).outcome.reward == 0.25
 
 
-async def test_an_outcome_of_a_fenced_attempt_is_refused_and_kept_apart(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_outcome_of_a_fenced_attempt_gets_409(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with MemoryTransport() as outlet, running(engine(), tmp_path, outlet=outlet) as up:
         at = await opened(up)
         await outlet.fence(WAITING, "took too long")
@@ -131,7 +129,7 @@ async def test_an_outcome_of_a_fenced_attempt_is_refused_and_kept_apart(
         assert (await up.client.state("r.1")).phase == "aborted"
 
 
-async def test_an_outcome_after_the_record_was_taken_is_late(tmp_path: Path) -> None:
+async def test_outcome_after_finalize_is_late(tmp_path: Path) -> None:
     async with MemoryTransport() as outlet, running(engine(), tmp_path, outlet=outlet) as up:
         at = await opened(up)
         await outlet.fence(WAITING, "enough")
@@ -141,7 +139,7 @@ async def test_an_outcome_after_the_record_was_taken_is_late(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("field", ["exp_id", "input_id", "group_id", "session_id", "outcome.rollout_id"])
-async def test_an_outcome_of_another_attempt_is_refused_by_the_field(tmp_path: Path, field: str) -> None:
+async def test_outcome_of_another_attempt_gets_400(tmp_path: Path, field: str) -> None:
     async with MemoryTransport() as outlet, running(engine(), tmp_path, outlet=outlet) as up:
         at = await opened(up)
         body = json.loads(wire.encode(record(at)))
@@ -155,7 +153,7 @@ async def test_an_outcome_of_another_attempt_is_refused_by_the_field(tmp_path: P
 
 
 @pytest.mark.parametrize("kind", list(FailureKind))
-async def test_failures_stay_what_they_are(tmp_path: Path, kind: FailureKind) -> None:
+async def test_failures_keep_their_type(tmp_path: Path, kind: FailureKind) -> None:
     async with MemoryTransport() as outlet, running(engine(), tmp_path, outlet=outlet) as up:
         at = await opened(up)
         failure = Failure(kind, Reason.RAISED, "it broke", "Traceback ...")
@@ -164,7 +162,7 @@ async def test_failures_stay_what_they_are(tmp_path: Path, kind: FailureKind) ->
         assert await standing(outlet) == sent
 
 
-async def test_an_outcome_without_a_reward_says_so(tmp_path: Path) -> None:
+async def test_outcome_without_reward_is_a_failure(tmp_path: Path) -> None:
     async with MemoryTransport() as outlet, running(engine(), tmp_path, outlet=outlet) as up:
         at = await opened(up)
         assert (await told(up, at, status="done"))[0] == 200
@@ -174,7 +172,7 @@ async def test_an_outcome_without_a_reward_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-async def test_under_a_verifier_the_outcome_goes_on_when_it_has_spoken(tmp_path: Path, whole: bool) -> None:
+async def test_outcome_is_delivered_after_the_verdict(tmp_path: Path, whole: bool) -> None:
     async with MemoryTransport() as outlet, running(engine(), tmp_path, outlet=outlet) as up:
         at = await opened(up, reward_from="verifier")
         verifier = (await up.client.open(structs.replace(SPEC, reward_from="verifier"))).verifier_key
@@ -194,7 +192,7 @@ async def test_under_a_verifier_the_outcome_goes_on_when_it_has_spoken(tmp_path:
         assert found.payload == ({"question": "?"} if whole else {})
 
 
-async def test_a_verifiers_own_outcome_decides(tmp_path: Path) -> None:
+async def test_verdict_decides_the_outcome(tmp_path: Path) -> None:
     async with MemoryTransport() as outlet, running(engine(), tmp_path, outlet=outlet) as up:
         at = await opened(up, reward_from="verifier")
         verifier = (await up.client.open(structs.replace(SPEC, reward_from="verifier"))).verifier_key or ""
@@ -205,7 +203,7 @@ async def test_a_verifiers_own_outcome_decides(tmp_path: Path) -> None:
         assert (outcome.reward, outcome.metrics) == (0.75, {"steps": 2.0, "checks": 9.0})
 
 
-async def test_a_store_that_is_down_is_waited_for_and_nothing_is_lost(tmp_path: Path) -> None:
+async def test_delivery_retries_until_the_store_is_up(tmp_path: Path) -> None:
     outlet = Moody()
     async with outlet, running(engine(), tmp_path, outlet=outlet) as up:
         at = await opened(up)
@@ -227,7 +225,7 @@ async def test_a_store_that_is_down_is_waited_for_and_nothing_is_lost(tmp_path: 
         assert (await told(up, at, reward=1.0))[0] == 200
 
 
-async def test_what_was_not_delivered_is_when_a_gateway_starts_again(tmp_path: Path) -> None:
+async def test_due_outcomes_are_delivered_after_a_restart(tmp_path: Path) -> None:
     outlet = Moody()
     async with outlet:
         outlet.down = True
@@ -265,7 +263,7 @@ asyncio.run(main())
 """
 
 
-async def test_an_outcome_survives_a_kill_between_kept_and_delivered(tmp_path: Path) -> None:
+async def test_outcome_survives_a_kill_before_delivery(tmp_path: Path) -> None:
     outcomes, store = tmp_path / "outcomes", tmp_path / "store"
     code = DYING.format(path=[str(TESTS)], outcomes=str(outcomes), store=str(store))
     died = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], timeout=60)
@@ -280,7 +278,7 @@ async def test_an_outcome_survives_a_kill_between_kept_and_delivered(tmp_path: P
         assert found.outcome.reward == 0.5
 
 
-async def test_a_session_of_no_experiment_is_not_delivered_on(tmp_path: Path) -> None:
+async def test_session_without_experiment_is_not_delivered(tmp_path: Path) -> None:
     outlet = Moody()
     async with outlet, running(engine(), tmp_path, outlet=outlet) as up:
         at = await opened(up, exp_id=None)
@@ -288,7 +286,7 @@ async def test_a_session_of_no_experiment_is_not_delivered_on(tmp_path: Path) ->
         assert outlet.tried == 0
 
 
-async def test_a_session_of_an_experiment_says_where_its_outcome_goes(tmp_path: Path) -> None:
+async def test_session_of_an_experiment_needs_all_ids(tmp_path: Path) -> None:
     async with MemoryTransport() as outlet, running(engine(), tmp_path, outlet=outlet) as up:
         with pytest.raises(UsageError, match="input_id"):
             await opened(up, input_id=None)
@@ -296,14 +294,14 @@ async def test_a_session_of_an_experiment_says_where_its_outcome_goes(tmp_path: 
             await opened(up, id="x.1")
 
 
-async def test_a_gateway_that_passes_nothing_on_takes_no_record_to_pass_on(tmp_path: Path) -> None:
+async def test_record_gets_400_without_outcome_store(tmp_path: Path) -> None:
     async with running(engine(), tmp_path) as up:
         at = await opened(up)
         with pytest.raises(Unavailable, match="--outcomes"):
             await asyncio.to_thread(deliver, at, record(at))
 
 
-async def test_the_command_passes_outcomes_on(tmp_path: Path) -> None:
+async def test_gateway_command_delivers_outcomes(tmp_path: Path) -> None:
     arguments = [
         "gateway",
         "--model",

@@ -105,7 +105,7 @@ FLAT = {"type": "function", "name": "look"}
         ("gemini", calling(mode="NONE"), False, False, ()),
     ],
 )
-def test_a_tool_choice_says_whether_and_what_a_reply_calls(
+def test_tool_choice_is_decoded(
     dialect: str, body: dict[str, Any], may: bool, must: bool, names: tuple[str, ...]
 ) -> None:
     request = decoded(dialect, **body)
@@ -124,7 +124,7 @@ def test_a_tool_choice_says_whether_and_what_a_reply_calls(
         ("gemini", calling(mode="AUTO", allowedFunctionNames=["look"]), "allowedFunctionNames"),
     ],
 )
-def test_a_tool_choice_that_cannot_be_is_refused(dialect: str, body: dict[str, Any], says: str) -> None:
+def test_invalid_tool_choice_gets_400(dialect: str, body: dict[str, Any], says: str) -> None:
     with pytest.raises(ApiError, match=says) as refused:
         decoded(dialect, **body)
     assert refused.value.status == 400
@@ -138,7 +138,7 @@ def test_a_tool_choice_that_cannot_be_is_refused(dialect: str, body: dict[str, A
         ("anthropic", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}),
     ],
 )
-def test_a_request_may_want_one_call_at_most(dialect: str, body: dict[str, Any]) -> None:
+def test_parallel_calls_can_be_disabled(dialect: str, body: dict[str, Any]) -> None:
     assert decoded(dialect).parallel_calls
     assert not decoded(dialect, **body).parallel_calls
 
@@ -202,7 +202,7 @@ FORM = {"type": "json_schema", "name": "x", "schema": SCHEMA}
         ),
     ],
 )
-def test_the_form_of_a_reply_is_read_in_every_dialect(
+def test_output_format_is_decoded_in_every_dialect(
     dialect: str, body: dict[str, Any], output: OutputFormat | None, name: str
 ) -> None:
     request = decoded(dialect, **body)
@@ -229,7 +229,7 @@ def test_the_form_of_a_reply_is_read_in_every_dialect(
         ("anthropic", {"output_format": {"schema": SCHEMA}}, "output_format has no type"),
     ],
 )
-def test_a_form_that_cannot_be_read_is_refused(dialect: str, body: dict[str, Any], says: str) -> None:
+def test_invalid_output_format_gets_400(dialect: str, body: dict[str, Any], says: str) -> None:
     with pytest.raises(ApiError, match=says):
         decoded(dialect, **body)
 
@@ -244,7 +244,7 @@ def test_every_parameter_of_the_installed_SDKs_is_in_the_table() -> None:
     assert not any(missing.values()), missing
 
 
-def test_what_is_honoured_is_read_or_said_to_have_no_effect() -> None:
+def test_honoured_parameters_are_decoded_or_without_effect() -> None:
     structs = {
         "": {name: body.__struct_encode_fields__ for name, body in BODY_TYPES.items()},
         "generationConfig.": {"gemini": gemini_dialect.GenerationConfig.__struct_encode_fields__},
@@ -261,7 +261,7 @@ def test_what_is_honoured_is_read_or_said_to_have_no_effect() -> None:
             assert entry.effect.startswith("accepted; "), f"{dialect}: {entry.name} is silently ignored"
 
 
-def test_a_refused_parameter_may_say_that_nothing_is_asked_for() -> None:
+def test_refused_parameter_accepts_values_without_effect() -> None:
     for dialect, table in TABLE.items():
         for entry in table.values():
             if entry.handling == "refused":
@@ -294,9 +294,7 @@ def test_a_refused_parameter_may_say_that_nothing_is_asked_for() -> None:
         ("gemini", {"toolConfig": {"retrievalConfig": {"languageCode": "de"}}}, "toolConfig.retrievalConfig"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name_or_ignored_with_a_tag(
-    dialect: str, body: dict[str, Any], name: str
-) -> None:
+def test_unsupported_parameter_gets_400_or_is_ignored(dialect: str, body: dict[str, Any], name: str) -> None:
     with pytest.raises(ApiError, match=re.escape(name)) as refused:
         decoded(dialect, **body)
     assert (refused.value.status, refused.value.parameter) == (400, name)
@@ -313,12 +311,12 @@ def test_parameters_page_matches_the_table() -> None:
     assert made == script["page"](), "run .venv/bin/python scripts/parameters_page.py"
 
 
-def test_what_codex_sends_beside_the_documented_parameters_is_accepted() -> None:
+def test_undocumented_codex_parameters_are_accepted() -> None:
     assert decoded("responses", client_metadata={"x-codex-installation-id": "1"}).tags == ()
 
 
 @pytest.mark.anyio
-async def test_random_requests_are_honoured_or_refused_by_name(tmp_path: Path) -> None:
+async def test_random_requests_follow_the_parameter_table(tmp_path: Path) -> None:
     told = await random_requests.run(tmp_path, 12, seed=1)
     assert not told["problems"], "\n".join(told["problems"])
     assert told["answered"] > 12 and told["refused"] > 12

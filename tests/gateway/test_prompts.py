@@ -79,7 +79,7 @@ def results(heard: Heard) -> list[Row]:
 # --- 1 to 6: histories that come back changed -----------------------------------------------------
 
 
-async def test_system_messages_stand_anywhere_and_content_is_a_string_or_parts(tmp_path: Path) -> None:
+async def test_system_messages_and_content_parts_are_accepted_anywhere(tmp_path: Path) -> None:
     async with answering(tmp_path, said("Yes.")) as there:
         client = await there.client()
         head = {"role": "developer", "content": "Be brief."}
@@ -91,7 +91,7 @@ async def test_system_messages_stand_anywhere_and_content_is_a_string_or_parts(t
         assert parents(await good(there, client)) == [None, "t1"]
 
 
-async def test_unknown_keys_do_not_matter(tmp_path: Path) -> None:
+async def test_unknown_message_keys_are_ignored(tmp_path: Path) -> None:
     async with answering(tmp_path, said("Look." + calls("a"))) as there:
         client = await there.client()
         first = await chat(client, u("Hi"), toolset=1)
@@ -125,7 +125,7 @@ async def test_arguments_are_compared_as_values(tmp_path: Path, how: str) -> Non
 
 
 @pytest.mark.parametrize("content", [None, "", [], "absent"])
-async def test_null_empty_and_absent_content_are_one(tmp_path: Path, content: Any) -> None:
+async def test_null_empty_and_absent_content_are_equal(tmp_path: Path, content: Any) -> None:
     async with answering(tmp_path, said(calls("a")), said("Done.")) as there:
         client = await there.client()
         first = await chat(client, u("Hi"), toolset=1)
@@ -136,7 +136,7 @@ async def test_null_empty_and_absent_content_are_one(tmp_path: Path, content: An
         assert parents(await good(there, client)) == [None, "t1"]
 
 
-async def test_a_turn_of_thoughts_alone_was_said_also_where_its_thoughts_are_left_out(tmp_path: Path) -> None:
+async def test_reasoning_only_turn_matches_without_reasoning(tmp_path: Path) -> None:
     """Leaving such a turn out as well would make another conversation of it, and no edit of this one."""
     async with answering(tmp_path, said("Yes."), said("No.")) as there:
         client = await there.client()
@@ -150,7 +150,7 @@ async def test_a_turn_of_thoughts_alone_was_said_also_where_its_thoughts_are_lef
         assert roles == ["user", "assistant", "user", "assistant", "user", "assistant"]
 
 
-async def test_text_may_be_trimmed(tmp_path: Path) -> None:
+async def test_trimmed_text_matches(tmp_path: Path) -> None:
     async with answering(tmp_path, said("  An answer with room around it.\n\n")) as there:
         client = await there.client()
         first = await chat(client, u("Hi"))
@@ -159,7 +159,7 @@ async def test_text_may_be_trimmed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("thought", [None, "Hm", "Hm, let me see.\n", "something else"])
-async def test_reasoning_is_no_part_of_the_match(tmp_path: Path, thought: str | None) -> None:
+async def test_reasoning_is_ignored_in_matching(tmp_path: Path, thought: str | None) -> None:
     async with answering(tmp_path, said("<think>\nHm, let me see.\n</think>\n\nYes.")) as there:
         client = await there.client()
         first = await chat(client, u("Hi"))
@@ -168,7 +168,7 @@ async def test_reasoning_is_no_part_of_the_match(tmp_path: Path, thought: str | 
         assert parents(await good(there, client)) == [None, "t1"]
 
 
-async def test_one_turn_may_come_back_in_pieces_or_without_its_text(tmp_path: Path) -> None:
+async def test_turn_matches_in_pieces_or_without_text(tmp_path: Path) -> None:
     async with answering(tmp_path, said("Let me look." + calls("a", "b"))) as there:
         client = await there.client()
         first = await chat(client, u("Hi"), toolset=1)
@@ -201,7 +201,7 @@ async def test_calls_turned_into_prose_are_an_edit(tmp_path: Path) -> None:
 # --- 7 and 8: the same again ----------------------------------------------------------------------
 
 
-async def test_identical_first_requests_at_once_are_siblings_and_both_are_trained(tmp_path: Path) -> None:
+async def test_concurrent_equal_requests_are_siblings(tmp_path: Path) -> None:
     async with answering(tmp_path, said("Same.", delay_s=0.02)) as there:
         client = await there.client()
         await asyncio.gather(*(chat(client, u("Hi")) for _ in range(4)))
@@ -211,7 +211,7 @@ async def test_identical_first_requests_at_once_are_siblings_and_both_are_traine
         assert excluded(seen) == {}
 
 
-async def test_the_same_request_after_an_answer_is_a_sibling(tmp_path: Path) -> None:
+async def test_repeated_request_after_an_answer_is_a_sibling(tmp_path: Path) -> None:
     async with answering(tmp_path, said("One."), said("Two.")) as there:
         client = await there.client()
         replies = [(await chat(client, u("Hi"))).reply.content for _ in range(2)]
@@ -219,7 +219,7 @@ async def test_the_same_request_after_an_answer_is_a_sibling(tmp_path: Path) -> 
         assert excluded(await good(there, client)) == {}
 
 
-async def test_a_request_with_a_known_idempotency_key_gets_the_answer_there_is(tmp_path: Path) -> None:
+async def test_idempotency_key_repeats_the_answer(tmp_path: Path) -> None:
     async with answering(tmp_path, said("One."), said("Two.")) as there:
         client = await there.client()
         key = {"idempotency-key": "k1"}
@@ -231,7 +231,7 @@ async def test_a_request_with_a_known_idempotency_key_gets_the_answer_there_is(t
         assert len((await good(there, client)).turns) == len(there.ledger.recorded) == 1
 
 
-async def test_a_retry_waits_for_the_call_it_repeats(tmp_path: Path) -> None:
+async def test_retry_waits_for_the_running_call(tmp_path: Path) -> None:
     async with answering(tmp_path, said("One slow answer.", delay_s=0.02), said("Two.")) as there:
         client = await there.client()
         key = {"idempotency-key": "k1"}
@@ -242,7 +242,7 @@ async def test_a_retry_waits_for_the_call_it_repeats(tmp_path: Path) -> None:
         assert (await first).turn_id == second.turn_id == "t1"
 
 
-async def test_an_error_leaves_a_partial_and_the_next_try_names_it(tmp_path: Path) -> None:
+async def test_retry_after_an_error_links_the_aborted_turn(tmp_path: Path) -> None:
     broken = ScriptedReply(token_ids=(40, 41), fail="unavailable")
     async with answering(tmp_path, broken, said("Better.")) as there:
         client = await there.client()
@@ -253,7 +253,7 @@ async def test_an_error_leaves_a_partial_and_the_next_try_names_it(tmp_path: Pat
         assert seen.linear["excluded"] == [{"turn": "t1", "tokens": 2, "reason": "aborted"}]
 
 
-async def test_a_dropped_stream_leaves_its_partial_out_of_the_loss(tmp_path: Path) -> None:
+async def test_dropped_stream_is_excluded(tmp_path: Path) -> None:
     async with answering(tmp_path, said("A long and winding answer.", delay_s=0.01), said("Again.")) as there:
         client = await there.client()
         assert not (await client.send(user("Hi"), toolset=0, leaves_at=4)).whole
@@ -264,7 +264,7 @@ async def test_a_dropped_stream_leaves_its_partial_out_of_the_loss(tmp_path: Pat
         assert links(seen, "t2") == [("retry", "t1")]
 
 
-async def test_an_answer_whose_end_was_missed_is_given_to_whoever_is_retry(tmp_path: Path) -> None:
+async def test_undelivered_answer_is_repeated(tmp_path: Path) -> None:
     async with answering(tmp_path, said("Once."), said("Twice.")) as there:
         client = await there.client()
         assert not (await client.send(user("Hi"), toolset=0, leaves_at=LAST)).whole
@@ -274,7 +274,7 @@ async def test_an_answer_whose_end_was_missed_is_given_to_whoever_is_retry(tmp_p
         assert len(there.ledger.recorded) == 1
 
 
-async def test_more_room_supersedes_an_answer_that_was_cut_off(tmp_path: Path) -> None:
+async def test_higher_token_limit_supersedes_a_truncated_answer(tmp_path: Path) -> None:
     async with answering(tmp_path, said("A long answer in many words.")) as there:
         client = await there.client()
         await chat(client, u("Hi"), max_tokens=4)
@@ -284,7 +284,7 @@ async def test_more_room_supersedes_an_answer_that_was_cut_off(tmp_path: Path) -
         assert len(seen.linear["trajectories"]) == 1
 
 
-async def test_an_answer_that_was_cut_off_and_used_stays_trained(tmp_path: Path) -> None:
+async def test_used_truncated_answer_is_trained(tmp_path: Path) -> None:
     async with answering(tmp_path, said("A long answer in many words.")) as there:
         client = await there.client()
         cut = await chat(client, u("Hi"), max_tokens=4)
@@ -296,7 +296,7 @@ async def test_an_answer_that_was_cut_off_and_used_stays_trained(tmp_path: Path)
 # --- 9 to 13: other conversations -----------------------------------------------------------------
 
 
-async def test_the_text_of_one_sample_with_the_calls_of_another_is_an_edit(tmp_path: Path) -> None:
+async def test_mixed_text_and_calls_are_an_edit(tmp_path: Path) -> None:
     async with answering(tmp_path, said("First I think"), said("Then." + calls("a")), said("Done.")) as there:
         client = await there.client()
         await chat(client, u("Hi"), toolset=1, max_tokens=3)
@@ -309,9 +309,7 @@ async def test_the_text_of_one_sample_with_the_calls_of_another_is_an_edit(tmp_p
 
 
 @pytest.mark.parametrize("toolset", [0, 1])
-async def test_a_compacted_conversation_is_a_new_root_that_names_the_summary(
-    tmp_path: Path, toolset: int
-) -> None:
+async def test_compaction_links_the_summary(tmp_path: Path, toolset: int) -> None:
     summary = "We looked up the red mug and it costs four dollars."
     async with answering(tmp_path, said("Work." + calls("a")), said(summary), said("On it goes.")) as there:
         client = await there.client()
@@ -324,7 +322,7 @@ async def test_a_compacted_conversation_is_a_new_root_that_names_the_summary(
         assert parents(seen)[2] is None
 
 
-async def test_an_old_turn_that_is_kept_word_for_word_is_not_trained_twice(tmp_path: Path) -> None:
+async def test_kept_turn_is_not_trained_twice(tmp_path: Path) -> None:
     async with answering(tmp_path, said("The mug costs four dollars, I think.")) as there:
         client = await there.client()
         first = await chat(client, u("Hi"))
@@ -336,7 +334,7 @@ async def test_an_old_turn_that_is_kept_word_for_word_is_not_trained_twice(tmp_p
         )
 
 
-async def test_a_sub_agent_names_the_turn_that_called_it(tmp_path: Path) -> None:
+async def test_sub_agent_links_its_caller(tmp_path: Path) -> None:
     async with answering(
         tmp_path, said("Ask a helper." + calls("a")), said("Found it."), said("Done.")
     ) as there:
@@ -357,7 +355,7 @@ async def test_a_sub_agent_names_the_turn_that_called_it(tmp_path: Path) -> None
         assert excluded(seen) == {}
 
 
-async def test_a_previous_response_is_history_enough(tmp_path: Path) -> None:
+async def test_previous_response_id_supplies_the_history(tmp_path: Path) -> None:
     async with answering(tmp_path, said("Look." + calls("a")), said("Four."), said("Bye.")) as there:
         client = await there.client(dialect="responses", stream=False)
         first = await client.say(user("Hi"))
@@ -375,7 +373,7 @@ async def test_a_previous_response_is_history_enough(tmp_path: Path) -> None:
         assert (await client.door("POST", path, body)).status == 400
 
 
-async def test_turns_nobody_sampled_and_rewritten_histories_are_new_roots(tmp_path: Path) -> None:
+async def test_rewritten_history_is_a_new_root(tmp_path: Path) -> None:
     async with answering(tmp_path, said("Yes.")) as there:
         client = await there.client()
         shot = [u("1+1?"), {"role": "assistant", "content": "2"}]
@@ -388,7 +386,7 @@ async def test_turns_nobody_sampled_and_rewritten_histories_are_new_roots(tmp_pa
         assert parents(seen)[2] == "t1"
 
 
-async def test_a_header_may_come_twice(tmp_path: Path) -> None:
+async def test_repeated_header_is_accepted(tmp_path: Path) -> None:
     engine = ScriptedEngine(lambda _: said("Yes."))
     async with running(engine, tmp_path) as up:
         ticket = await up.client.open(SessionSpec(id="r.1"))

@@ -52,7 +52,7 @@ async def asked(pool: EnginePool, session: str, **values: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_call_without_a_token_in_a_full_engine_stands_in_line(stream: bool) -> None:
+async def test_call_without_tokens_in_a_full_engine_is_queued(stream: bool) -> None:
     engine = Full(room=1)
     async with EnginePool({"engine": engine}) as pool, asyncio.TaskGroup() as tasks:
         watch = QueueWatch(pool.queue_time, lambda: pool._workers)
@@ -67,7 +67,7 @@ async def test_a_call_without_a_token_in_a_full_engine_stands_in_line(stream: bo
         engine.done.set()
 
 
-async def test_vllm_and_sglang_say_how_many_calls_wait() -> None:
+async def test_vllm_and_sglang_report_waiting_calls() -> None:
     vllm = FakeVllm(ScriptedEngine(lambda _: ANSWER))
     async with serving(vllm) as url, VllmEngine(url) as client:
         assert await client.waiting() is None  # a server without metrics
@@ -80,7 +80,7 @@ async def test_vllm_and_sglang_say_how_many_calls_wait() -> None:
         assert await client.waiting() == 2
 
 
-def test_an_attempt_whose_call_waited_all_the_time_is_the_infrastructures_failure() -> None:
+def test_attempt_that_only_queued_is_an_infrastructure_failure() -> None:
     limits, where = Deadlines(attempt_timeout_s=100.0), Progress(rollout_started_at=0.0, launched_at=0.0)
     busy = state(in_flight=1, calls=1, idle_s=0.0)
     for now in range(1, 201):

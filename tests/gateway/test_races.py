@@ -121,7 +121,7 @@ async def stream(client: openai.AsyncOpenAI, **rest: Any) -> str:
 # --- the end of a call ---------------------------------------------------------------------------
 
 
-async def test_an_answer_that_was_delivered_is_trained_although_its_engine_lingers(tmp_path: Path) -> None:
+async def test_delivered_answer_is_trained_while_the_engine_lingers(tmp_path: Path) -> None:
     engine = Lingering([said("one STOP two three four five six")])
     async with running(engine, tmp_path) as up:
         client = await up.agent()
@@ -133,7 +133,7 @@ async def test_an_answer_that_was_delivered_is_trained_although_its_engine_linge
         assert session.keyed_calls == {}
 
 
-async def test_a_call_that_is_cancelled_twice_keeps_its_partial(tmp_path: Path) -> None:
+async def test_call_cancelled_twice_records_its_turn(tmp_path: Path) -> None:
     async with running(Lingering([said("one two three four")]), tmp_path) as up:
         await up.agent()
         session = up.gateway.sessions.get("r.1")
@@ -151,7 +151,7 @@ async def test_a_call_that_is_cancelled_twice_keeps_its_partial(tmp_path: Path) 
         assert up.gateway.metrics.in_flight == 0
 
 
-async def test_a_store_that_cannot_be_written_leaves_nothing_waiting(tmp_path: Path) -> None:
+async def test_failed_write_releases_waiters(tmp_path: Path) -> None:
     engine = ScriptedEngine(lambda _: said("one"))
     async with running(engine, tmp_path) as up:
         client = await up.agent()
@@ -175,7 +175,7 @@ class Miscounting(ScriptedEngine):
         )
 
 
-async def test_an_engine_whose_versions_do_not_cover_its_tokens_is_not_believed(tmp_path: Path) -> None:
+async def test_uncovered_version_spans_get_503(tmp_path: Path) -> None:
     async with running(Miscounting([]), tmp_path) as up:
         client = await up.agent()
         with pytest.raises(openai.InternalServerError) as caught:
@@ -189,7 +189,7 @@ async def test_an_engine_whose_versions_do_not_cover_its_tokens_is_not_believed(
 # --- asked again ---------------------------------------------------------------------------------
 
 
-async def test_who_waited_in_vain_for_a_missed_answer_does_not_take_it_from_who_got_it(
+async def test_claimed_answer_is_not_taken_by_a_second_retry(
     tmp_path: Path,
 ) -> None:
     async with custody(tmp_path, [said("Once."), said("Twice.")]) as c:
@@ -210,7 +210,7 @@ async def test_who_waited_in_vain_for_a_missed_answer_does_not_take_it_from_who_
         assert session.undelivered == []
 
 
-async def test_an_answer_its_client_got_stays_trained_when_another_that_asks_for_it_leaves(
+async def test_delivered_answer_stays_trained_if_a_repeat_disconnects(
     tmp_path: Path,
 ) -> None:
     words = "word " * 400
@@ -228,7 +228,7 @@ async def test_an_answer_its_client_got_stays_trained_when_another_that_asks_for
         assert session.undelivered == []
 
 
-async def test_a_turn_that_a_client_goes_on_from_was_delivered(tmp_path: Path) -> None:
+async def test_continued_turn_counts_as_delivered(tmp_path: Path) -> None:
     async with custody(tmp_path, [said("One."), said("Two.")]) as c:
         session = await c.open()
         await c.run(session, ask("Hi"))
@@ -238,7 +238,7 @@ async def test_a_turn_that_a_client_goes_on_from_was_delivered(tmp_path: Path) -
         assert session.undelivered == []
 
 
-async def test_a_retry_with_an_image_gets_the_answer_there_is(tmp_path: Path) -> None:
+async def test_retry_with_an_image_repeats_the_answer(tmp_path: Path) -> None:
     model = write_template(tmp_path / "model", TEMPLATE, ["<|picture|>"], ["<|im_end|>"])
     engine = seeing(model)
     async with running(engine, tmp_path / "store", model) as up:
@@ -252,7 +252,7 @@ async def test_a_retry_with_an_image_gets_the_answer_there_is(tmp_path: Path) ->
 # --- which turn ----------------------------------------------------------------------------------
 
 
-async def test_a_raw_prompt_that_spells_the_end_of_a_turn_has_it_once(tmp_path: Path) -> None:
+async def test_raw_prompt_with_end_token_has_it_once(tmp_path: Path) -> None:
     engine = ScriptedEngine([said("one"), said("two")])
     prompt = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     more = prompt + "one<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
@@ -265,7 +265,7 @@ async def test_a_raw_prompt_that_spells_the_end_of_a_turn_has_it_once(tmp_path: 
     assert list(engine.recorded[1].prompt_ids) == list(VOCAB.encode(more))
 
 
-async def test_a_raw_prompt_never_says_what_was_cut_off_twice(tmp_path: Path) -> None:
+async def test_raw_prompt_repeats_no_truncated_text(tmp_path: Path) -> None:
     engine = ScriptedEngine([said("4\nUser: more and more"), said("two")])
     async with running(engine, tmp_path) as up:
         client = await up.agent()
@@ -296,7 +296,7 @@ def turn(n: int, reply: Message, *asked: Message, root: str = "r") -> Turn:
 QUESTION = Message(role="user", content="Hi")
 
 
-def test_a_call_id_that_two_turns_spell_names_neither() -> None:
+def test_ambiguous_call_id_names_no_turn() -> None:
     def calling(content: str) -> Message:
         return Message(
             role="assistant", content=content, tool_calls=(ToolCall("functions.look:0", "look", "{}"),)
@@ -307,7 +307,7 @@ def test_a_call_id_that_two_turns_spell_names_neither() -> None:
     assert recognise_replies(forest, echoed) == echoed
 
 
-def test_what_was_read_before_is_read_the_same_when_one_turn_comes_in_pieces() -> None:
+def test_cached_conversation_matches_turns_in_pieces() -> None:
     calls = (ToolCall("call_t1_0", "look", '{"a":1}'), ToolCall("call_t1_1", "look", '{"a":2}'))
     forest = TurnTree([turn(1, Message(role="assistant", tool_calls=calls), QUESTION)])
     pieces = [
@@ -325,7 +325,7 @@ def test_what_was_read_before_is_read_the_same_when_one_turn_comes_in_pieces() -
     )
 
 
-async def test_of_two_turns_that_say_the_same_the_one_whose_thoughts_are_echoed_goes_on(
+async def test_echoed_reasoning_selects_between_equal_turns(
     tmp_path: Path,
 ) -> None:
     thoughts = iter(("alpha", "beta"))
@@ -344,7 +344,7 @@ async def test_of_two_turns_that_say_the_same_the_one_whose_thoughts_are_echoed_
 # --- sessions ------------------------------------------------------------------------------------
 
 
-async def test_sessions_are_still_ended_in_time_after_the_store_failed_once(
+async def test_expiry_continues_after_a_store_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("afield.gateway.service.REAP_EVERY_S", 0.02)
@@ -356,7 +356,7 @@ async def test_sessions_are_still_ended_in_time_after_the_store_failed_once(
         await until(lambda: session.phase == "aborted")
 
 
-async def test_a_row_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path) -> None:
+async def test_unreadable_row_is_named(tmp_path: Path) -> None:
     async with running(ScriptedEngine([]), tmp_path) as up:
         await up.agent()
     with closing(sqlite3.connect(tmp_path / "gateway.sqlite", isolation_level=None)) as other:
@@ -393,7 +393,7 @@ def a_call() -> GenerateRequest:
     )
 
 
-async def test_weights_published_at_once_leave_the_newest_served() -> None:
+async def test_concurrent_publishes_serve_the_newest() -> None:
     late = Halting(lambda _: said("x"))
     late.load_s = 0.05
     made = EnginePool(
@@ -411,7 +411,7 @@ async def test_weights_published_at_once_leave_the_newest_served() -> None:
         assert [chunk.high async for chunk in pool.generate(a_call())] == [8]
 
 
-async def test_a_worker_that_did_not_go_on_when_told_is_told_again() -> None:
+async def test_failed_resume_is_retried() -> None:
     engine = Halting(lambda _: said("x"))
     async with asyncio.timeout(90), EnginePool({"one": engine}, unavailable_timeout_s=60) as pool:
         await pool.pause("keep")
@@ -420,7 +420,7 @@ async def test_a_worker_that_did_not_go_on_when_told_is_told_again() -> None:
         assert [chunk.finish async for chunk in pool.generate(a_call())] == [FinishReason.STOP]
 
 
-async def test_a_worker_that_refuses_to_be_looked_at_is_looked_at_again() -> None:
+async def test_failed_check_is_retried() -> None:
     looks = iter([True, False, False, True])
 
     async def check(engine: Engine) -> EngineInfo:
@@ -452,7 +452,7 @@ async def peers(folder: Path, handler: Any, *indices: int) -> AsyncIterator[None
             await one.cleanup()
 
 
-async def test_processes_load_new_weights_one_after_the_other(tmp_path: Path) -> None:
+async def test_shards_load_weights_in_sequence(tmp_path: Path) -> None:
     """They share the engines: one must not set going what another is still loading."""
     at_once: list[int] = [0]
 

@@ -25,7 +25,7 @@ AGAIN = {"x-stainless-retry-count": "1"}
 # --- which answer a retry gets --------------------------------------------------------------------
 
 
-async def test_retries_of_a_real_client_never_give_the_answer_of_another_sample(tmp_path: Path) -> None:
+async def test_client_retries_never_return_another_sample(tmp_path: Path) -> None:
     calls = iter(range(100))
 
     def script(_: Any) -> ScriptedReply:
@@ -44,7 +44,7 @@ async def test_retries_of_a_real_client_never_give_the_answer_of_another_sample(
     assert sum(len(row.turns) for row in record.trajectories) == 6
 
 
-async def test_a_retry_without_a_key_gets_the_answer_that_was_missed_and_no_other(tmp_path: Path) -> None:
+async def test_retry_without_key_gets_only_undelivered_answers(tmp_path: Path) -> None:
     async with answering(tmp_path, said("One."), said("Two."), said("Three.")) as there:
         client = await there.client()
         await client.say(user("Hi"), toolset=0)
@@ -53,7 +53,7 @@ async def test_a_retry_without_a_key_gets_the_answer_that_was_missed_and_no_othe
         assert (await client.say(user("Hi"), toolset=0, headers=AGAIN)).reply.content == "Three."
 
 
-async def test_an_idempotency_key_names_the_answer_also_after_a_restart(tmp_path: Path) -> None:
+async def test_idempotency_key_survives_a_restart(tmp_path: Path) -> None:
     async with answering(tmp_path, said("One."), said("Two."), said("Three.")) as there:
         client = await there.client()
         for key in ("k1", "k2"):
@@ -68,7 +68,7 @@ async def test_an_idempotency_key_names_the_answer_also_after_a_restart(tmp_path
             assert heard.reply.content == text
 
 
-async def test_a_key_under_which_something_else_was_asked_names_nothing(tmp_path: Path) -> None:
+async def test_idempotency_key_of_another_request_is_ignored(tmp_path: Path) -> None:
     async with answering(tmp_path, said("One."), said("Two.")) as there:
         client = await there.client()
         key = {"idempotency-key": "always the same"}
@@ -149,23 +149,19 @@ LONG = "The mug costs four dollars, all told."
         pytest.param([turn(1, asked="a"), turn(2, asked="b"), turn(3, 2, "c")], {}, id="other requests"),
     ],
 )
-def test_answers_that_nobody_used_are_left_out_beside_one_that_was(
-    turns: list[Turn], expected: dict[str, str]
-) -> None:
+def test_unused_answers_are_abandoned_next_to_a_used_one(turns: list[Turn], expected: dict[str, str]) -> None:
     assert repeats.excluded(TurnTree(turns)) == expected
     on_purpose = {key: reason for key, reason in expected.items() if reason == "superseded"}
     assert repeats.excluded(TurnTree(turns), "train") == on_purpose
 
 
-def test_an_answer_that_was_missed_does_not_leave_out_the_one_before_it() -> None:
+def test_undelivered_answer_does_not_exclude_an_earlier_one() -> None:
     forest = TurnTree([turn(1), turn(2, tags=("retry",))])
     assert repeats.excluded(forest, recorded={"t2"}) == {}
 
 
 @pytest.mark.parametrize("policy", ["exclude", "train"])
-async def test_an_answer_that_was_lost_behind_the_gateway_is_not_trained_beside_its_retry(
-    tmp_path: Path, policy: Any
-) -> None:
+async def test_answer_lost_after_the_gateway_is_abandoned(tmp_path: Path, policy: Any) -> None:
     answers = iter([said("One."), said("Two."), said("Done.")])
     async with running(ScriptedEngine(lambda _: next(answers)), tmp_path, POLICY) as up:
         client = await up.agent(abandoned_answers=policy)
@@ -181,7 +177,7 @@ async def test_an_answer_that_was_lost_behind_the_gateway_is_not_trained_beside_
     assert trained == ({"t2", "t3"} if policy == "exclude" else {"t1", "t2", "t3"})
 
 
-async def test_sub_agents_that_got_the_same_words_go_on_from_an_answer_each(tmp_path: Path) -> None:
+async def test_sub_agents_with_equal_answers_continue_separately(tmp_path: Path) -> None:
     thoughts = iter(["<think>\nLeft?\n</think>\n\nYes.", "<think>\nRight?\n</think>\n\nYes."])
 
     def script(call: Any) -> ScriptedReply:
@@ -199,7 +195,7 @@ async def test_sub_agents_that_got_the_same_words_go_on_from_an_answer_each(tmp_
     assert seen.linear["excluded"] == []
 
 
-async def test_threads_that_a_client_names_keep_their_answers_apart(tmp_path: Path) -> None:
+async def test_thread_names_keep_answers_apart(tmp_path: Path) -> None:
     async with place(tmp_path, ScriptedEngine(lambda _: said("Yes."), max_context=8192)) as there:
         client = await there.client(dialect="anthropic")
         named = [{"x-claude-code-agent-id": name} for name in ("a1", "a2")]
@@ -215,7 +211,7 @@ async def test_threads_that_a_client_names_keep_their_answers_apart(tmp_path: Pa
 # --- plain completions ----------------------------------------------------------------------------
 
 
-async def test_a_completion_that_is_continued_gets_no_end_of_turn_that_nobody_wrote(tmp_path: Path) -> None:
+async def test_continued_completion_has_no_added_end_token(tmp_path: Path) -> None:
     engine = ScriptedEngine(lambda _: ScriptedReply(token_ids=(*VOCAB.encode(" two"), STOP)))
     async with running(engine, tmp_path) as up:
         client = await up.agent()
@@ -228,7 +224,7 @@ async def test_a_completion_that_is_continued_gets_no_end_of_turn_that_nobody_wr
     assert [turn.parent for turn in record.turns] == [None, None, "t1"]
 
 
-async def test_a_completion_that_was_cut_off_is_continued_by_its_own_ids(tmp_path: Path) -> None:
+async def test_truncated_completion_continues_by_its_ids(tmp_path: Path) -> None:
     ids = (*VOCAB.encode("o"), *VOCAB.encode("n"), *VOCAB.encode("e"))
     engine = ScriptedEngine(lambda _: ScriptedReply(token_ids=(*ids, STOP)))
     async with running(engine, tmp_path) as up:

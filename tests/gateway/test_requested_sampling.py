@@ -26,7 +26,7 @@ def engine() -> tuple[ScriptedEngine, list[Sampling]]:
     return ScriptedEngine(script), asked
 
 
-async def test_what_a_client_asks_of_sampling_is_not_done_and_its_turn_says_so(tmp_path: Path) -> None:
+async def test_requested_sampling_is_overridden_with_tags(tmp_path: Path) -> None:
     scripted, asked = engine()
     async with running(scripted, tmp_path) as up:
         agent = await up.agent(sampling=Sampling(temperature=0.7))
@@ -39,7 +39,7 @@ async def test_what_a_client_asks_of_sampling_is_not_done_and_its_turn_says_so(t
     assert told["turns"][0]["tags"] == ["overridden:temperature", "overridden:top_k", "overridden:seed"]
 
 
-async def test_a_client_may_choose_what_its_session_leaves_to_it(tmp_path: Path) -> None:
+async def test_client_sampling_applies_allowed_settings(tmp_path: Path) -> None:
     scripted, asked = engine()
     async with running(scripted, tmp_path) as up:
         agent = await up.agent(client_sampling=("temperature", "seed"))
@@ -51,7 +51,7 @@ async def test_a_client_may_choose_what_its_session_leaves_to_it(tmp_path: Path)
     assert turn["sampling"]["temperature"] == 0.1
 
 
-async def test_nonsense_is_a_bad_request_where_it_would_be_done(tmp_path: Path) -> None:
+async def test_invalid_allowed_sampling_gets_400(tmp_path: Path) -> None:
     scripted, asked = engine()
     async with running(scripted, tmp_path) as up:
         await up.agent("a.1")
@@ -65,7 +65,7 @@ async def test_nonsense_is_a_bad_request_where_it_would_be_done(tmp_path: Path) 
     assert all(sampling == Sampling() for sampling in asked)
 
 
-async def test_gemini_nests_its_wishes(tmp_path: Path) -> None:
+async def test_gemini_sampling_is_read_from_generation_config(tmp_path: Path) -> None:
     scripted, asked = engine()
     async with running(scripted, tmp_path) as up:
         await up.agent("r.1", client_sampling=("temperature",))

@@ -68,7 +68,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in listed]
 
 
-async def test_a_session_has_one_home_wherever_its_requests_come_in(tmp_path: Path) -> None:
+async def test_session_requests_reach_the_owning_process(tmp_path: Path) -> None:
     assert {owner(session, 2) for session in SESSIONS} == {0, 1}
     fake = FakeVllm(ScriptedEngine(hello))
     async with (
@@ -174,7 +174,7 @@ async def until_there(admin: HttpGateway, session: str) -> None:
             await asyncio.sleep(0.2)
 
 
-def test_a_connection_goes_by_the_session_in_its_path_or_its_key() -> None:
+def test_connection_is_routed_by_path_or_key() -> None:
     by_path = route(b"POST /s/r1.1/v1/messages HTTP/1.1\r\nHost: x\r\n\r\n", 7)
     by_key = route(b"POST /v1/messages HTTP/1.1\r\nX-Api-Key: afk-r1.1~infer~00\r\n\r\n", 7)
     assert by_path == by_key == owner("r1.1", 7)

@@ -109,7 +109,7 @@ async def test_a_stop_string_that_ends_inside_a_token_keeps_that_token_whole(tmp
     assert inner not in text_of(turn["token_ids"][:-1])
 
 
-async def test_what_follows_a_stop_string_is_not_in_the_next_prompt(tmp_path: Path) -> None:
+async def test_tokens_after_a_stop_string_are_not_in_the_next_prompt(tmp_path: Path) -> None:
     ids = ids_of(STOPPED + " none, and much more.")
     engine = ScriptedEngine(lambda _: ScriptedReply(token_ids=(*ids, STOP), chunks=(50,)), max_context=8192)
     async with place(tmp_path, engine) as there:
@@ -129,7 +129,7 @@ async def test_what_follows_a_stop_string_is_not_in_the_next_prompt(tmp_path: Pa
 
 
 @pytest.mark.parametrize("stop", ["\n", " ", "ab", "<tool"])
-def test_the_cut_is_the_same_however_the_ids_arrive(stop: str) -> None:
+def test_stop_string_result_is_independent_of_chunks(stop: str) -> None:
     tokens = ChatTokenizer.load(POLICY)
     text = "<think>\nab <tool \n</think>\n\nOne two\n\n<tool_call>\n{broken ab</tool_call> ab <toolx>\nend"
     ids = ids_of(text)
@@ -155,7 +155,7 @@ def test_the_cut_is_the_same_however_the_ids_arrive(stop: str) -> None:
     assert read_in([len(ids)]) == read_in([3] * len(ids)) == one_by_one
 
 
-async def test_a_stop_string_inside_a_call_that_turned_out_broken_ends_the_turn_there(tmp_path: Path) -> None:
+async def test_stop_string_in_a_malformed_call_ends_the_turn(tmp_path: Path) -> None:
     text = 'So.\n<tool_call>\n{"name": "bash", "arguments": {oops HALT and more and more}}\n</tool_call>'
     ids = ids_of(text)
     end = next(n for n in range(len(ids)) if "HALT" in text_of(ids[:n]))
@@ -168,7 +168,7 @@ async def test_a_stop_string_inside_a_call_that_turned_out_broken_ends_the_turn_
     assert tuple(turn["token_ids"]) == ids[:end]
 
 
-async def test_a_stop_string_in_reasoning_ends_nothing(tmp_path: Path) -> None:
+async def test_stop_string_in_reasoning_is_ignored(tmp_path: Path) -> None:
     ids = ids_of("<think>\nI could say HALT here.\n</think>\n\nDone HALT never")
     engine = Detokenising(ids)
     async with place(tmp_path, engine) as there:
@@ -212,7 +212,7 @@ class Detokenising(ScriptedEngine):
             )
 
 
-async def test_the_embedded_engine_leaves_nothing_behind_a_stop_string(tmp_path: Path) -> None:
+async def test_torch_engine_stops_at_a_stop_string(tmp_path: Path) -> None:
     async with place(tmp_path, TorchEngine(POLICY)) as there:
         client = await there.client()
         tokens = there.gateway.tokenizer

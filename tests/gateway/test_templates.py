@@ -30,7 +30,7 @@ async def ask(client: openai.AsyncOpenAI, messages: list[Any], **rest: Any) -> A
     return made.choices[0].message.model_dump(exclude_none=True)
 
 
-async def test_a_turn_names_the_rules_by_which_its_messages_were_changed(tmp_path: Path) -> None:
+async def test_turn_is_tagged_with_message_rules(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "moving")
     engine = ScriptedEngine([REPLY] * 3)
     async with running(engine, tmp_path / "store", model) as up:
@@ -49,7 +49,7 @@ async def test_a_turn_names_the_rules_by_which_its_messages_were_changed(tmp_pat
     assert "<system>\nSpeak French.\n</system>" in tokens.decode(record.turns[2].delta_ids)
 
 
-async def test_a_strict_session_is_refused_what_its_template_refuses(tmp_path: Path) -> None:
+async def test_strict_session_gets_400_for_unsupported_messages(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "moving")
     async with running(ScriptedEngine([REPLY]), tmp_path / "store", model) as up:
         client = await up.agent(render="strict")
@@ -98,7 +98,7 @@ def with_tools(task: dict[str, Any], rollout: Context) -> float:
     return 1.0
 
 
-def test_a_run_whose_model_reads_no_tool_calls_ends_with_its_first_rollout(tmp_path: Path) -> None:
+def test_run_ends_when_the_model_has_no_tool_format(tmp_path: Path) -> None:
     asked: list[str] = []
 
     def agent(task: dict[str, Any], rollout: Context) -> float:

@@ -63,7 +63,7 @@ def told(
     return template_arguments(tokens, asking(**reasoning), ignore=ignore)
 
 
-def test_a_switch_is_found_by_rendering(loaded: dict[str, ChatTokenizer]) -> None:
+def test_reasoning_switch_is_detected_by_rendering(loaded: dict[str, ChatTokenizer]) -> None:
     found = {name: tokens.switches for name, tokens in loaded.items()}
     assert [(found[n].name, found[n].default, found[n].effort) for n in ("switched", "deep", "effort")] == [
         ("enable_thinking", True, False),
@@ -73,7 +73,7 @@ def test_a_switch_is_found_by_rendering(loaded: dict[str, ChatTokenizer]) -> Non
     assert (found["fixed"].name, found["fixed"].effort) == (None, False)
 
 
-def test_thinking_is_turned_on_and_off_by_the_template(loaded: dict[str, ChatTokenizer]) -> None:
+def test_template_switches_reasoning(loaded: dict[str, ChatTokenizer]) -> None:
     assert told(loaded["switched"], enabled=False) == ({"enable_thinking": False}, ())
     assert told(loaded["switched"], enabled=True) == ({}, ())
     assert told(loaded["deep"], enabled=True) == ({"thinking": True}, ())
@@ -84,14 +84,14 @@ def test_thinking_is_turned_on_and_off_by_the_template(loaded: dict[str, ChatTok
     assert loaded["switched"].variant({}) is loaded["switched"]
 
 
-def test_a_template_that_cannot_turn_thinking_off_is_named(loaded: dict[str, ChatTokenizer]) -> None:
+def test_template_without_switch_gets_400(loaded: dict[str, ChatTokenizer]) -> None:
     with pytest.raises(ApiError, match=r"enable_thinking: the chat template of .* cannot turn thinking off"):
         told(loaded["fixed"], enabled=False)
     assert told(loaded["fixed"], ignore=True, enabled=False) == ({}, ("ignored:enable_thinking",))
     assert told(loaded["fixed"], enabled=True) == ({}, ())
 
 
-def test_a_model_that_never_thinks_has_nothing_to_turn_off(tmp_path: Path) -> None:
+def test_model_without_reasoning_accepts_disabled(tmp_path: Path) -> None:
     tokens = ChatTokenizer.load(without_tags(tmp_path))
     assert tokens.profile.reasoning is None
     assert told(tokens, enabled=False) == ({}, ())
@@ -114,7 +114,7 @@ def test_effort_goes_to_a_template_that_takes_it(loaded: dict[str, ChatTokenizer
     assert told(loaded["switched"], effort="low") == ({}, ("overridden:reasoning_effort",))
 
 
-def test_the_trainers_arguments_come_before_a_requests(models: dict[str, Path]) -> None:
+def test_trainer_template_arguments_take_precedence(models: dict[str, Path]) -> None:
     tokens = ChatTokenizer.load(
         models["effort"], arguments={"enable_thinking": True, "reasoning_effort": "high"}
     )
@@ -166,7 +166,7 @@ async def test_every_dialect_can_turn_thinking_off(tmp_path: Path, models: dict[
     assert not any(turn.tags for turn in record.turns)
 
 
-async def test_what_cannot_be_turned_off_is_refused_by_name(tmp_path: Path) -> None:
+async def test_unsupported_reasoning_parameter_is_named(tmp_path: Path) -> None:
     async with running(ScriptedEngine([]), tmp_path, POLICY) as up:
         key = (await up.client.open(SessionSpec(id="r.1"))).api_key
         for dialect, body in OFF:
@@ -269,9 +269,7 @@ async def send(up: Running, key: str, dialect: str, body: dict[str, Any], stream
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", PATHS)
-async def test_hidden_thoughts_stay_in_the_record_and_the_conversation_goes_on(
-    tmp_path: Path, dialect: str, stream: bool
-) -> None:
+async def test_hidden_reasoning_is_recorded(tmp_path: Path, dialect: str, stream: bool) -> None:
     engine = ScriptedEngine(
         [ScriptedReply(token_ids=(*VOCAB.encode(text), STOP), chunks=(2,)) for text in SAID]
     )
@@ -300,7 +298,7 @@ SHOWING = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", PATHS)
-async def test_thoughts_are_shown_to_a_client_that_asks(tmp_path: Path, dialect: str, stream: bool) -> None:
+async def test_requested_reasoning_is_returned(tmp_path: Path, dialect: str, stream: bool) -> None:
     script = [ScriptedReply(token_ids=(*VOCAB.encode(SAID[2]), STOP), chunks=(99,))]
     async with running(ScriptedEngine(script), tmp_path) as up:
         key = (await up.client.open(SessionSpec(id="r.1"))).api_key
@@ -309,9 +307,7 @@ async def test_thoughts_are_shown_to_a_client_that_asks(tmp_path: Path, dialect:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_omitted_thinking_block_is_a_signature_that_names_the_turn(
-    tmp_path: Path, stream: bool
-) -> None:
+async def test_omitted_thinking_block_keeps_its_signature(tmp_path: Path, stream: bool) -> None:
     script = [ScriptedReply(token_ids=(*VOCAB.encode(SAID[2]), STOP), chunks=(3,))]
     async with running(ScriptedEngine(script), tmp_path) as up:
         key = (await up.client.open(SessionSpec(id="r.1"))).api_key

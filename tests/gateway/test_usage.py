@@ -77,9 +77,7 @@ def counts(dialect: str, told: dict[str, Any]) -> tuple[int, int]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", ASKED)
-async def test_tokens_that_were_thought_are_counted_one_by_one(
-    tmp_path: Path, dialect: str, stream: bool
-) -> None:
+async def test_reasoning_tokens_are_counted(tmp_path: Path, dialect: str, stream: bool) -> None:
     usual = (*VOCAB.encode(TEXT), STOP)
     odd = (*(token for letter in TEXT for token in VOCAB.encode(letter)), STOP)  # its markers too
     none = (*VOCAB.encode("Seven."), STOP)
@@ -95,7 +93,7 @@ async def test_tokens_that_were_thought_are_counted_one_by_one(
     assert told[3] == (len(cut), thought(cut))
 
 
-def test_thoughts_in_several_channels_are_counted_too() -> None:
+def test_reasoning_tokens_of_all_channels_are_counted() -> None:
     reader = HarmonyReader(tools=True, hold_calls=True)
     begin = "<|start|>assistant<|channel|>"
     call = f"{begin}commentary to=functions.look <|constrain|>json<|message|>{{}}<|call|>"

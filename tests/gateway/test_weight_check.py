@@ -54,7 +54,7 @@ class Deaf(TorchEngine):
         await super().load(version, str(POLICY))
 
 
-async def test_weights_that_arrived_are_heard_even_when_they_changed_little(
+async def test_new_weights_pass_the_check(
     published: Callable[[int, float], Path],
 ) -> None:
     async with asyncio.timeout(BOUND_S), EnginePool({"a": TorchEngine(POLICY)}) as pool:
@@ -64,9 +64,7 @@ async def test_weights_that_arrived_are_heard_even_when_they_changed_little(
 
 
 @pytest.mark.parametrize("noise", [0.003, 0.05])
-async def test_an_engine_that_kept_its_old_weights_is_found_out(
-    published: Callable[[int, float], Path], noise: float
-) -> None:
+async def test_old_weights_fail_the_check(published: Callable[[int, float], Path], noise: float) -> None:
     first, second = published(1, 0.0), published(2, noise)
     async with asyncio.timeout(BOUND_S), EnginePool({"deaf": Deaf(POLICY)}) as pool:
         await pool.load(1, str(first))
@@ -99,7 +97,7 @@ class Still(Deaf):
                 yield chunk
 
 
-async def test_an_engine_that_got_weights_in_a_pause_is_heard_when_it_goes_on(
+async def test_weights_loaded_while_paused_are_checked_after_resume(
     published: Callable[[int, float], Path],
 ) -> None:
     first, second = published(1, 0.0), published(2, 0.05)
@@ -112,7 +110,7 @@ async def test_an_engine_that_got_weights_in_a_pause_is_heard_when_it_goes_on(
         assert "answers as the weights before it" in pool.list()[0].reason
 
 
-async def test_an_engine_that_answers_with_something_else_is_found_out(
+async def test_wrong_weights_fail_the_check(
     published: Callable[[int, float], Path],
 ) -> None:
     async with asyncio.timeout(BOUND_S), EnginePool({"deaf": Deaf(POLICY)}) as pool:
@@ -122,7 +120,7 @@ async def test_an_engine_that_answers_with_something_else_is_found_out(
 
 @pytest.mark.parametrize("layout", ["tree", "padded"])
 @pytest.mark.parametrize("rank", [0, 4])
-async def test_what_a_policy_exports_is_heard_from_the_engine(
+async def test_exported_policy_passes_the_check(
     tmp_path: Path, layout: Literal["tree", "padded"], rank: int
 ) -> None:
     policy = PolicyModel(POLICY, device=torch.device("cpu"), lora=LoraOptions(rank=rank), layout=layout)
@@ -140,7 +138,7 @@ async def test_what_a_policy_exports_is_heard_from_the_engine(
             assert pool.list()[0].health == "ready"
 
 
-async def test_a_witness_of_other_weights_counts_for_nothing(published: Callable[[int, float], Path]) -> None:
+async def test_probe_of_other_weights_is_ignored(published: Callable[[int, float], Path]) -> None:
     path = published(1, 1.0)
     assert read_weight_probe(path) is not None
     shutil.copy(POLICY / "model.safetensors", path / "model.safetensors")

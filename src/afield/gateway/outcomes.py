@@ -192,21 +192,22 @@ def _check_addressee(record: OutcomeRecord, row: SessionRow, verdict: bool) -> N
 class TurnNames(Struct, frozen=True, kw_only=True):
     """Turns that a reward may name."""
 
-    known: dict[str, None]  # ordered
+    ids: dict[str, None]
+    """All turn ids in order."""
     answered: tuple[str, ...]
     """Ids of committed turns in order."""
     running: int = 0
     """Number of running calls."""
 
     def named(self, name: str) -> str | None:
-        return turn_named(name, self.known, self.answered)
+        return turn_named(name, self.ids, self.answered)
 
     def check(self, session_id: str, name: str) -> None:
         """Raises 400 unless the session has the turn. The number of a running call is accepted."""
         number = call_number(name)
         still_running = number is not None and number < len(self.answered) + self.running
         if not still_running and self.named(name) is None:
-            has = f"it has: {listed(list(self.known))}"
+            has = f"it has: {listed(list(self.ids))}"
             numbered = f"; calls are numbered from 0 to {len(self.answered) - 1}" if self.answered else ""
             raise bad_request(
                 f"session {session_id} has no turn {name!r}; {has}{numbered}",

@@ -244,13 +244,13 @@ class _SchemaRewriter:
         """Returns whether no value can match two options: by type, or by a required constant."""
         full = [self._resolved(option) for option in options]
         kinds = [_types(option) | ({"null"} if option.get("nullable") else set()) for option in full]
-        names = {"number" if kind == "integer" else kind for given in kinds for kind in given}
+        names = {"number" if kind == "integer" else kind for types in kinds for kind in types}
         if all(kinds) and sum(map(len, kinds)) == len(names):
             return True
         shared = set.intersection(*(set(option.get("required", ())) for option in full))
         for name in shared:
             values = [_constants(option.get("properties", {}).get(name)) for option in full]
-            flat = [_identity(value) for given in values for value in given]
+            flat = [_identity(value) for constants in values for value in constants]
             if all(values) and len(flat) == len(set(flat)):
                 return True
         return False

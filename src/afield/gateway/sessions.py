@@ -440,7 +440,7 @@ def turns_of(session: Session) -> TurnNames:
     rows = sorted(session.rows.values(), key=lambda row: (row.seq, row.n))
     answered = (row.turn.id for row in rows if row.turn.status is TurnStatus.COMMITTED)
     return TurnNames(
-        known=dict.fromkeys(row.turn.id for row in rows),
+        ids=dict.fromkeys(row.turn.id for row in rows),
         answered=tuple(answered),
         running=len(session.running),
     )

@@ -174,12 +174,12 @@ class StoredResponses:
         self, session: Session, row: TurnRow, include: list[str]
     ) -> tuple[EchoedOptions, ResponseOptions]:
         stored = STORED_OPTIONS.decode(row.stored_options)
-        shown = restore_options(stored, self._store.text(session.id, stored.shared))
+        echoed = restore_options(stored, self._store.text(session.id, stored.shared))
         if SEALED in include:
-            shown = structs.replace(shown, sealed=True)
-        logprobs, count = LOGPROBS in include, int(shown.fields.get("top_logprobs") or 0)
-        return shown, ResponseOptions(
-            model=stored.model, logprobs=logprobs, top_logprobs=count, echo={"shown": shown}
+            echoed = structs.replace(echoed, sealed=True)
+        logprobs, count = LOGPROBS in include, int(echoed.fields.get("top_logprobs") or 0)
+        return echoed, ResponseOptions(
+            model=stored.model, logprobs=logprobs, top_logprobs=count, echo={"shown": echoed}
         )
 
     async def _response(self, session: Session, row: TurnRow, include: list[str]) -> Json:
@@ -204,10 +204,10 @@ class StoredResponses:
     def _input_items(
         self, session: Session, row: TurnRow, params: Mapping[str, str], include: list[str]
     ) -> Json:
-        shown, options = self._options(session, row, include)
+        echoed, options = self._options(session, row, include)
         images = (lambda digest: self._image(session, digest)) if IMAGES in include else (lambda _: None)
         input_items = InputItems(lambda turn: self._items(session, turn, options), images)
-        items = input_items.of(session.tree.path(row.turn.id), shown.fields["instructions"])
+        items = input_items.of(session.tree.path(row.turn.id), echoed.fields["instructions"])
         return _page(items, params)
 
 

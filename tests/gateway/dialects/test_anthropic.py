@@ -89,7 +89,7 @@ def echoed(content: Any) -> Message:
 
 
 @given(REPLIES, st.lists(st.integers(1, 5), min_size=1, max_size=3))
-def test_what_comes_back_of_an_answer_or_of_its_stream_is_the_reply(reply: Message, sizes: list[int]) -> None:
+def test_echoed_response_or_stream_is_the_reply(reply: Message, sizes: list[int]) -> None:
     view = DIALECT.stream(STARTED, ResponseOptions(model="m"))
     stream = view.begin() + b"".join([view.delta(piece) for piece in pieces(reply, sizes)])
     stream += view.end(done(reply))
@@ -115,7 +115,7 @@ def test_a_call_without_arguments_has_an_empty_input() -> None:
     assert answer["content"][0]["input"] == {}
 
 
-def test_why_an_answer_ended() -> None:
+def test_stop_reasons() -> None:
     reply = Message(role="assistant", content="x")
     reasons = [
         DIALECT.response(STARTED, finished, ResponseOptions())["stop_reason"]
@@ -125,7 +125,7 @@ def test_why_an_answer_ended() -> None:
     assert DIALECT.response(STARTED, done(reply, stop="END"), ResponseOptions())["stop_sequence"] == "END"
 
 
-def test_errors_have_the_types_that_clients_act_on() -> None:
+def test_error_types() -> None:
     assert DIALECT.encode_error(context_exceeded(20, 10))["error"] == {
         "type": "invalid_request_error",
         "message": "prompt is too long: 20 tokens > 10 maximum",
@@ -172,7 +172,7 @@ SCRIPT = [
 ]
 
 
-async def test_every_way_to_ask_records_the_same_forest(tmp_path: Path) -> None:
+async def test_all_client_methods_record_the_same_tree(tmp_path: Path) -> None:
     fields = ("id", "parent", "root", "delta_ids", "token_ids", "tier", "digest")
     shapes = []
     for stream in (False, True, None):
@@ -222,7 +222,7 @@ async def test_the_client_reads_text_calls_and_usage(tmp_path: Path, stream: boo
             assert tuple(again.logprobs) == engine.recorded[1].logprobs
 
 
-async def test_the_client_is_told_what_is_wrong_in_its_own_words(tmp_path: Path) -> None:
+async def test_client_raises_its_own_errors(tmp_path: Path) -> None:
     script = [said("x" * 40, fail="unavailable", chunks=(2,)), ScriptedReply(fail="unavailable")]
     async with running(ScriptedEngine(script, max_context=200), tmp_path) as up, client_of(up) as client:
         with pytest.raises(anthropic.BadRequestError) as refused:

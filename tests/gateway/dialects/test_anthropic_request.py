@@ -25,7 +25,7 @@ def decoded(messages: list[Any], headers: dict[str, str] | None = None, **body: 
     return DIALECT.decode(RawRequest("/v1/messages", raw, {}, {}, headers or {}))[0]
 
 
-def test_what_claude_code_changes_between_requests_changes_nothing() -> None:
+def test_claude_code_metadata_does_not_change_the_root() -> None:
     mark = {"cache_control": {"type": "ephemeral"}}
     system = [{"type": "text", "text": "x-anthropic-billing-header: v=1.a;"}, {"type": "text", "text": "S"}]
     other = [
@@ -41,7 +41,7 @@ def test_what_claude_code_changes_between_requests_changes_nothing() -> None:
     assert decoded([USER], system="x-anthropic-billing-header: v=1;\nS").messages[0].content == "S"
 
 
-def test_one_turn_is_one_message_and_each_result_its_own() -> None:
+def test_turn_is_one_message_and_results_are_separate() -> None:
     use = {"type": "tool_use", "id": "call_t1_0", "name": "get_price", "input": {"item": "x"}}
     second = {**use, "id": "call_t1_1", "cache_control": {"type": "ephemeral"}}
     thinking = {"type": "thinking", "thinking": "hm", "signature": seal("t1")}
@@ -81,12 +81,12 @@ def test_one_turn_is_one_message_and_each_result_its_own() -> None:
     assert request.hints == {"t1"}
 
 
-def test_tools_are_rendered_as_a_chat_client_writes_them() -> None:
+def test_tools_are_rendered_in_chat_shape() -> None:
     (tool,) = decoded([USER], tools=[{**TOOLS[0], "cache_control": {"type": "ephemeral"}}]).tools
     assert tool.raw == {"type": "function", "function": FUNCTION}
 
 
-def test_a_tool_that_is_loaded_later_leaves_the_head_of_the_prompt_alone() -> None:
+def test_deferred_tool_keeps_the_root() -> None:
     late = {**TOOLS[0], "defer_loading": True}
     own = {"name": "search", "input_schema": SCHEMA}
     before = decoded([USER], tools=[own])
@@ -101,7 +101,7 @@ def test_a_tool_that_is_loaded_later_leaves_the_head_of_the_prompt_alone() -> No
     assert len(decoded([USER], tools=[searched, late]).tools) == 1
 
 
-def test_documents_are_read_and_blocks_of_servers_are_dropped_with_a_tag() -> None:
+def test_documents_are_text_and_server_blocks_are_tagged() -> None:
     plain = {
         "type": "document",
         "title": "T",
@@ -120,7 +120,7 @@ def test_documents_are_read_and_blocks_of_servers_are_dropped_with_a_tag() -> No
     assert request.tags == ("unenforced:block:server_tool_use", "unenforced:block:web_search_tool_result")
 
 
-def test_what_cannot_be_honoured_is_tagged() -> None:
+def test_unenforced_parameters_are_tagged() -> None:
     web = {"type": "web_search_20250305", "name": "web_search"}
     choice = {"type": "any", "disable_parallel_tool_use": True}
     asked = [USER, {"role": "assistant", "content": "The answer is ("}]
@@ -166,14 +166,14 @@ def test_what_cannot_be_honoured_is_tagged() -> None:
         ),
     ],
 )
-def test_what_would_change_the_meaning_is_refused_by_name(body: dict[str, Any], says: str) -> None:
+def test_unsupported_content_gets_400(body: dict[str, Any], says: str) -> None:
     with pytest.raises(ApiError) as refused:
         DIALECT.decode(RawRequest("/v1/messages", encode(body), {}, {}, {}))
     assert says in refused.value.message
     assert refused.value.status == 400
 
 
-def test_bytes_that_are_no_text_are_refused() -> None:
+def test_invalid_utf8_gets_400() -> None:
     body = (
         b'{"messages":[{"role":"assistant","content":[{"type":"tool_use","name":"x","input":{"a":"\xff"}}]}]}'
     )
@@ -181,7 +181,7 @@ def test_bytes_that_are_no_text_are_refused() -> None:
         DIALECT.decode(RawRequest("/v1/messages", body, {}, {}, {}))
 
 
-def test_a_tool_that_is_added_in_the_conversation_is_written_there() -> None:
+def test_tool_addition_is_rendered_in_place() -> None:
     added = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": TOOLS[0]}}
     removed = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "get_price"}}
     request = decoded(
@@ -196,7 +196,7 @@ def test_a_tool_that_is_added_in_the_conversation_is_written_there() -> None:
 
 
 @pytest.mark.parametrize("depth", [300, 900, 5000])
-def test_a_request_nested_too_deeply_is_refused_or_read(depth: int) -> None:
+def test_deep_nesting_is_accepted_or_gets_400(depth: int) -> None:
     inner = b'{"type":"document","source":{"type":"content","content":['
     body = b'{"messages":[{"role":"user","content":[' + inner * depth + b"]}}" * depth + b"]}]}"
     try:

@@ -43,7 +43,7 @@ def messages(*wire: dict[str, Any]) -> tuple[Message, ...]:
     return DIALECT.decode(asked({"model": "m", "messages": list(wire)}))[0].messages
 
 
-def test_empty_parts_thoughts_and_foreign_fields_are_tolerated() -> None:
+def test_empty_parts_and_unknown_fields_are_accepted() -> None:
     parts = [
         {"type": "text", "text": ""},
         {"type": "thinking", "thinking": "hm"},
@@ -57,11 +57,11 @@ def test_empty_parts_thoughts_and_foreign_fields_are_tolerated() -> None:
     assert (thought.content, thought.reasoning) == ("", "hm")
 
 
-def test_a_model_need_not_be_named() -> None:
+def test_model_is_optional() -> None:
     assert DIALECT.decode(asked({"model": None, "messages": [USER]}))[0].model == ""
 
 
-def test_calls_and_results_in_the_older_form_are_read() -> None:
+def test_legacy_function_calls_are_accepted() -> None:
     call = {"name": "f", "arguments": "{}"}
     first, second = messages(
         {"role": "assistant", "content": None, "function_call": call},
@@ -87,7 +87,7 @@ AUDIO: Any = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"
         ({"messages": []}, "empty"),
     ],
 )
-def test_what_cannot_be_served_is_named(body: dict[str, Any], named: str) -> None:
+def test_unsupported_parameters_are_named(body: dict[str, Any], named: str) -> None:
     with pytest.raises(ApiError, match=named):
         DIALECT.decode(asked(body))
 
@@ -100,7 +100,7 @@ calls = st.lists(arguments, max_size=3).map(
 
 
 @given(texts, texts, calls, st.lists(st.integers(1, 4), max_size=9))
-def test_the_stream_folds_to_the_answer_and_its_echo_is_the_reply(
+def test_stream_equals_the_response_and_echoes_as_the_reply(
     content: str, reasoning: str, made: tuple[ToolCall, ...], cuts: list[int]
 ) -> None:
     reply = Message(role="assistant", content=content, reasoning=reasoning, tool_calls=made)
@@ -124,7 +124,7 @@ def test_the_stream_folds_to_the_answer_and_its_echo_is_the_reply(
         assert (message.reasoning, message.tool_calls) == (reasoning, made)
 
 
-async def test_the_stream_helper_of_the_sdk_gives_what_was_said(tmp_path: Path) -> None:
+async def test_sdk_stream_helper_returns_the_reply(tmp_path: Path) -> None:
     call = '<tool_call>\n{"name": "get_price", "arguments": {"item": "x"}}\n</tool_call>'
     engine = ScriptedEngine([said("<think>\nhm\n</think>\n\nI look." + call)])
     async with running(engine, tmp_path) as up:
@@ -165,14 +165,14 @@ async def test_structured_output_is_parsed_when_the_model_gives_it(tmp_path: Pat
     assert turn.tags == () and turn.constraint is not None
 
 
-async def test_a_refused_request_is_the_error_of_the_sdk(tmp_path: Path) -> None:
+async def test_sdk_raises_bad_request(tmp_path: Path) -> None:
     async with running(ScriptedEngine([]), tmp_path) as up:
         client = await up.agent()
         with pytest.raises(openai.BadRequestError, match="input_audio"):
             await client.chat.completions.create(model="m", messages=[{"role": "user", "content": [AUDIO]}])
 
 
-async def test_large_bodies_are_read_side_by_side_with_others(tmp_path: Path) -> None:
+async def test_large_bodies_are_decoded_in_threads(tmp_path: Path) -> None:
     """They are read in threads, which must not touch what their session remembers."""
     async with running(ScriptedEngine([]), tmp_path) as up:
         await up.agent()

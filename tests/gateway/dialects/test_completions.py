@@ -47,7 +47,7 @@ async def complete(client: openai.AsyncOpenAI, stream: bool, **body: Any) -> Any
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_prompts_of_text_or_ids_go_on_from_what_they_repeat(tmp_path: Path, stream: bool) -> None:
+async def test_prompts_continue_the_turn_they_repeat(tmp_path: Path, stream: bool) -> None:
     # Nothing is parsed, and the split is one that no tokenizer would make.
     odd = ScriptedReply(
         token_ids=(*VOCAB.encode("<tool_call>"), *VOCAB.encode("I"), *VOCAB.encode("t"), STOP)
@@ -69,7 +69,7 @@ async def test_prompts_of_text_or_ids_go_on_from_what_they_repeat(tmp_path: Path
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_ids_and_logprobs_are_those_recorded(tmp_path: Path, stream: bool) -> None:
+async def test_response_has_recorded_ids_and_logprobs(tmp_path: Path, stream: bool) -> None:
     engine = ScriptedEngine([said("Hello there.", chunks=(1, 2))])
     async with running(engine, tmp_path) as up:
         client = await up.agent()
@@ -87,7 +87,7 @@ async def test_ids_and_logprobs_are_those_recorded(tmp_path: Path, stream: bool)
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["Say: ", list(VOCAB.encode("Say: "))])
-async def test_an_echo_repeats_the_prompt_without_logprobs(tmp_path: Path, stream: bool, prompt: Any) -> None:
+async def test_echo_repeats_the_prompt(tmp_path: Path, stream: bool, prompt: Any) -> None:
     engine = ScriptedEngine([said("it")])
     async with running(engine, tmp_path) as up:
         client = await up.agent()
@@ -116,7 +116,7 @@ async def test_stop_strings_length_and_usage(tmp_path: Path) -> None:
     assert (usage.completion_tokens, usage.prompt_tokens) == (2, len(engine.recorded[1].prompt_ids))
 
 
-async def test_what_is_not_served_is_a_bad_request_of_the_sdk(tmp_path: Path) -> None:
+async def test_unsupported_parameters_raise_in_the_sdk(tmp_path: Path) -> None:
     async with running(ScriptedEngine([]), tmp_path) as up:
         client = await up.agent(budget=Budget(context=4))
         with pytest.raises(openai.BadRequestError, match="n=2"):
@@ -143,7 +143,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "named"), BAD)
-def test_what_has_no_meaning_here_is_refused(body: dict[str, Any], named: str) -> None:
+def test_meaningless_parameters_get_400(body: dict[str, Any], named: str) -> None:
     with pytest.raises(ApiError, match=named):
         DIALECT.decode(asked(body))
 
@@ -151,7 +151,7 @@ def test_what_has_no_meaning_here_is_refused(body: dict[str, Any], named: str) -
 @given(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=20), st.lists(st.integers(1, 4), max_size=9)
 )
-def test_the_stream_folds_to_the_answer(text: str, cuts: list[int]) -> None:
+def test_stream_equals_the_response(text: str, cuts: list[int]) -> None:
     reply = Message(role="assistant", content=text)
     _, wish = DIALECT.decode(asked({"model": "m", "prompt": "Hi", "echo": True}))
     view = DIALECT.stream(STARTED, wish)

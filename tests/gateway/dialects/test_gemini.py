@@ -58,7 +58,7 @@ def call(**arguments: Any) -> str:
 # --- requests ------------------------------------------------------------------------------------
 
 
-def test_a_streamed_answer_kept_as_its_chunks_is_one_turn() -> None:
+def test_adjacent_model_contents_are_one_turn() -> None:
     calls = [
         {"functionCall": {"name": name, "args": {"item": "x"}, "id": call_id}}
         for name, call_id in (("get_price", "call_t1_0"), ("bash", "call_t1_1"), ("get_price", "call_t1_2"))
@@ -82,7 +82,7 @@ def test_a_streamed_answer_kept_as_its_chunks_is_one_turn() -> None:
     assert request.hints == {"t1"}
 
 
-def test_tools_are_rendered_as_a_chat_client_writes_them() -> None:
+def test_tools_are_rendered_in_chat_shape() -> None:
     written = {"type": "function", "function": FUNCTION}
     (tool,) = decoded([USER], tools=TOOLS).tools
     assert encode(tool.raw) == encode(written)
@@ -99,7 +99,7 @@ def test_tools_are_rendered_as_a_chat_client_writes_them() -> None:
     assert tool.parameters == {"type": "object", "properties": {"type": inner}}
 
 
-def test_fields_may_be_in_snake_case_but_the_clients_own_data_is_left_alone() -> None:
+def test_snake_case_fields_are_accepted_and_client_data_kept() -> None:
     declared = {"name": "bash", "parameters_json_schema": {"type": "object", "properties": {"a_b": {}}}}
     part = {"function_call": {"name": "bash", "args": {"a_b": 1}, "id": "c"}}
     contents = [{"parts": {"text": "Hi"}}, {"role": "model", "parts": [part]}, USER]
@@ -134,7 +134,7 @@ SETTINGS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_every_setting_alone_means_the_same_in_snake_and_camel_case(name: str) -> None:
+def test_settings_are_equal_in_snake_and_camel_case(name: str) -> None:
     snake, other = (
         decoded([USER], generationConfig={spelled: SETTINGS[name]}) for spelled in (name, camel(name))
     )
@@ -143,7 +143,7 @@ def test_every_setting_alone_means_the_same_in_snake_and_camel_case(name: str) -
 
 
 @pytest.mark.parametrize("name", ["candidate_count", "response_modalities"])
-def test_what_is_refused_is_refused_in_both_spellings(name: str) -> None:
+def test_refused_fields_are_refused_in_both_spellings(name: str) -> None:
     value = {"candidate_count": 2, "response_modalities": ["AUDIO"]}[name]
     for spelled in (name, camel(name)):
         with pytest.raises(ApiError, match=camel(name)):
@@ -152,13 +152,13 @@ def test_what_is_refused_is_refused_in_both_spellings(name: str) -> None:
 
 @pytest.mark.parametrize("schema", ["parameters_json_schema", "parametersJsonSchema"])
 @pytest.mark.parametrize("tools", ["function_declarations", "functionDeclarations"])
-def test_the_json_schema_of_a_tool_is_read_in_every_spelling(schema: str, tools: str) -> None:
+def test_tool_schema_is_decoded_in_both_spellings(schema: str, tools: str) -> None:
     declared = {"name": "get_price", "description": FUNCTION["description"], schema: SCHEMA}
     (tool,) = decoded([USER], tools=[{tools: [declared]}]).tools
     assert tool.raw == {"type": "function", "function": FUNCTION}
 
 
-def test_a_schema_of_googles_is_a_json_schema_in_either_spelling() -> None:
+def test_google_schema_becomes_json_schema() -> None:
     snake = {
         "type": "OBJECT",
         "properties": {"a_b": {"any_of": [{"type": "STRING", "max_length": 3}, {"type": "NULL"}]}},
@@ -174,7 +174,7 @@ def test_a_schema_of_googles_is_a_json_schema_in_either_spelling() -> None:
     }
 
 
-def test_images_come_in_either_base64_and_in_results() -> None:
+def test_images_accept_both_base64_alphabets() -> None:
     raw = b"\xfb\xff\xfe picture"
     blob = {"inlineData": {"mimeType": "image/png", "data": base64.urlsafe_b64encode(raw).decode()}}
     plain = {"inlineData": {"mimeType": "text/plain", "data": base64.b64encode(b"note ").decode()}}
@@ -188,7 +188,7 @@ def test_images_come_in_either_base64_and_in_results() -> None:
     assert request.images[user.images[0].digest].data == raw
 
 
-def test_what_cannot_be_honoured_is_tagged() -> None:
+def test_unenforced_parameters_are_tagged() -> None:
     request = decoded(
         [USER, {"role": "model", "parts": [{"executableCode": {"code": "1"}}, {"text": "x"}]}],
         tools=[{"googleSearch": {}, "functionDeclarations": [{"name": "look"}]}],
@@ -220,7 +220,7 @@ def test_what_cannot_be_honoured_is_tagged() -> None:
         ({"contents": [{"role": "model", "parts": [{"functionCall": {"args": [1]}}]}]}, "not an object"),
     ],
 )
-def test_what_would_change_the_meaning_is_refused_by_name(body: dict[str, Any], says: str) -> None:
+def test_unsupported_content_gets_400(body: dict[str, Any], says: str) -> None:
     with pytest.raises(ApiError) as refused:
         DIALECT.decode(RawRequest("", encode(body), PATH, {}, {}))
     assert says in refused.value.message
@@ -228,7 +228,7 @@ def test_what_would_change_the_meaning_is_refused_by_name(body: dict[str, Any], 
 
 
 @pytest.mark.parametrize("depth", [300, 900, 5000])
-def test_a_request_nested_too_deeply_is_refused_or_read(depth: int) -> None:
+def test_deep_nesting_is_accepted_or_gets_400(depth: int) -> None:
     deep = b'{"items":' * depth + b"{}" + b"}" * depth
     body = (
         b'{"contents":[{"parts":{"text":"x"}}],"tools":[{"function_declarations":[{"name":"x","parameters":'
@@ -254,9 +254,7 @@ def streamed(reply: Message, sizes: list[int], sse: bool) -> list[dict[str, Any]
 
 
 @given(REPLIES, st.lists(st.integers(1, 5), min_size=1, max_size=3), st.booleans())
-def test_what_comes_back_of_an_answer_or_of_its_stream_is_the_reply(
-    reply: Message, sizes: list[int], sse: bool
-) -> None:
+def test_echoed_response_or_stream_is_the_reply(reply: Message, sizes: list[int], sse: bool) -> None:
     answer = json.loads(encode(DIALECT.response(STARTED, done(reply), ResponseOptions(model="m"))))
     chunks = streamed(reply, sizes, sse)
     for given_back in ([answer], chunks):
@@ -270,7 +268,7 @@ def test_what_comes_back_of_an_answer_or_of_its_stream_is_the_reply(
     assert {chunk["responseId"] for chunk in chunks} == {answer["responseId"]}
 
 
-def test_why_an_answer_ended() -> None:
+def test_stop_reasons() -> None:
     reply = Message(role="assistant", content="x")
     ends = (done(reply), done(reply, FinishReason.LENGTH), done(reply, stop="END"))
     reasons = [
@@ -279,7 +277,7 @@ def test_why_an_answer_ended() -> None:
     assert reasons == ["STOP", "MAX_TOKENS", "STOP"]
 
 
-def test_errors_have_the_status_that_clients_act_on() -> None:
+def test_error_statuses() -> None:
     over = DIALECT.encode_error(context_exceeded(20, 10))["error"]
     assert over["message"] == "The input token count (20) exceeds the maximum number of tokens allowed (10)."
     assert (over["code"], over["status"]) == (400, "INVALID_ARGUMENT")
@@ -331,9 +329,7 @@ SCRIPT = [
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_chat_of_the_client_records_what_chat_completions_records(
-    tmp_path: Path, stream: bool
-) -> None:
+async def test_client_chat_records_the_same_as_chat_completions(tmp_path: Path, stream: bool) -> None:
     shapes = []
     for gemini in (True, False):
         engine = ScriptedEngine(list(SCRIPT))
@@ -387,9 +383,7 @@ def get_price(item: str, pieces: int = 1) -> str:
 
 
 @pytest.mark.parametrize("as_schema", [False, True])
-async def test_the_tools_of_the_client_reach_the_model_with_their_parameters(
-    tmp_path: Path, as_schema: bool
-) -> None:
+async def test_client_tools_are_rendered_with_parameters(tmp_path: Path, as_schema: bool) -> None:
     declared = types.FunctionDeclaration(name="get_price", parameters_json_schema=SCHEMA)
     tools: list[Any] = [types.Tool(function_declarations=[declared])] if as_schema else [get_price]
     off = types.AutomaticFunctionCallingConfig(disable=True)
@@ -405,7 +399,7 @@ async def test_the_tools_of_the_client_reach_the_model_with_their_parameters(
 
 
 @pytest.mark.parametrize("version", ["v1", "v1beta"])
-async def test_the_client_lists_models_under_either_version(tmp_path: Path, version: str) -> None:
+async def test_models_are_listed_for_both_versions(tmp_path: Path, version: str) -> None:
     async with running(ScriptedEngine([]), tmp_path) as up:
         ticket = await up.client.open(SessionSpec(id="r.1"))
         options = types.HttpOptions(base_url=ticket.base_url, api_version=version)
@@ -420,7 +414,7 @@ async def test_the_client_lists_models_under_either_version(tmp_path: Path, vers
     assert one.name == "models/m"
 
 
-async def test_without_alt_sse_a_stream_is_one_json_array(tmp_path: Path) -> None:
+async def test_stream_without_sse_is_a_json_array(tmp_path: Path) -> None:
     async with running(ScriptedEngine([said("Yes, I do.")]), tmp_path) as up:
         ticket = await up.client.open(SessionSpec(id="r.1"))
         url = f"{ticket.base_url}/v1beta/models/m:streamGenerateContent"
@@ -433,7 +427,7 @@ async def test_without_alt_sse_a_stream_is_one_json_array(tmp_path: Path) -> Non
     assert "".join(texts) == "Yes, I do."
 
 
-async def test_the_client_is_told_what_is_wrong_in_its_own_words(tmp_path: Path) -> None:
+async def test_client_raises_its_own_errors(tmp_path: Path) -> None:
     script = [said("x" * 40, fail="unavailable", chunks=(2,)), ScriptedReply(fail="unavailable")]
     async with running(ScriptedEngine(script, max_context=200), tmp_path) as up, client_of(up) as client:
         models = client.models

@@ -64,17 +64,17 @@ def call(name: str, n: int = 0, **rest: Any) -> dict[str, Any]:
 # --- requests -------------------------------------------------------------------------------------
 
 
-def test_a_text_with_instructions_is_a_system_and_a_user_message() -> None:
+def test_instructions_are_a_system_message() -> None:
     request = decode(instructions="Be brief.", max_output_tokens=7, stream=True)
     assert [(m.role, m.content) for m in request.messages] == [("system", "Be brief."), ("user", "Hi")]
     assert (request.max_tokens, request.stream, request.after) == (7, True, None)
 
 
-def test_a_model_need_not_be_named() -> None:
+def test_model_is_optional() -> None:
     assert decode(input="Hi", model=None).model == ""
 
 
-def test_the_items_of_one_turn_are_one_message() -> None:
+def test_items_of_a_turn_are_one_message() -> None:
     thought = {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "hm"}]}
     result = {
         "type": "function_call_output",
@@ -89,7 +89,7 @@ def test_the_items_of_one_turn_are_one_message() -> None:
     assert (messages[2].content, messages[2].tool_call_id) == ("1", "c0")
 
 
-def test_items_are_told_apart_by_the_turns_that_their_ids_name() -> None:
+def test_items_are_separated_by_turn_ids() -> None:
     items = [said("A", id="msg_t1_0"), call("look", id="fc_t1_0"), call("look", 1, call_id="call_t2_0")]
     request = decode(input=items)
     assert [(m.content, len(m.tool_calls)) for m in request.messages] == [("A", 1), ("", 1)]
@@ -98,14 +98,14 @@ def test_items_are_told_apart_by_the_turns_that_their_ids_name() -> None:
     assert [(m.content, len(m.tool_calls)) for m in turns(again)] == [("AB", 1)]
 
 
-def test_without_ids_turns_begin_at_reasoning_and_between_two_texts() -> None:
+def test_items_without_ids_are_separated_by_position() -> None:
     thought = {"type": "reasoning", "summary": []}
     assert [m.content for m in turns([said("A"), said("B")])] == ["A", "B"]
     assert [m.content for m in turns([said("A"), thought, said("B")])] == ["A", "B"]
     assert [m.content for m in turns([said("A"), call("look"), said("B")])] == ["AB"]
 
 
-def test_messages_need_no_type_and_content_may_be_text_or_parts() -> None:
+def test_message_type_is_optional() -> None:
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b", "cache": 1}]
     items: list[Any] = [{"role": "developer", "content": parts}, {"role": "assistant", "content": "c"}]
     items.append({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]})
@@ -116,7 +116,7 @@ def test_messages_need_no_type_and_content_may_be_text_or_parts() -> None:
     ]
 
 
-def test_tools_are_rendered_in_the_shape_of_chat() -> None:
+def test_tools_are_rendered_in_chat_shape() -> None:
     request = decode(tools=[*TOOLS, {"type": "web_search"}])
     assert [tool.name for tool in request.tools] == ["look", "patch", "spawn"]
     assert request.tools[0].raw == {
@@ -128,7 +128,7 @@ def test_tools_are_rendered_in_the_shape_of_chat() -> None:
     assert request.tags == ("overridden:tools.patch.format", "overridden:tools.web_search")
 
 
-def test_tools_of_one_name_in_two_namespaces_stay_apart() -> None:
+def test_equal_tool_names_in_namespaces_are_distinct() -> None:
     inner = {"type": "function", "name": "look", "parameters": {}}
     tools = [LOOK, {"type": "namespace", "name": "far", "tools": [inner]}]
     request = decode(tools=tools, input=[call("look", namespace="far"), call("look", 1)])
@@ -136,7 +136,7 @@ def test_tools_of_one_name_in_two_namespaces_stay_apart() -> None:
     assert [c.name for c in request.messages[0].tool_calls] == ["far__look", "look"]
 
 
-def test_what_is_not_enforced_shows_in_the_tags() -> None:
+def test_unenforced_parameters_are_tagged() -> None:
     form = {"format": {"type": "json_schema", "name": "x", "schema": {}}}
     request = decode(
         text=form, tool_choice="required", tools=[LOOK], include=["message.output_text.logprobs"]
@@ -148,7 +148,7 @@ def test_what_is_not_enforced_shows_in_the_tags() -> None:
     assert decode(input=[{"type": "web_search_call"}]).tags == ("unenforced:item:web_search_call",)
 
 
-def test_history_left_to_us_is_named_by_a_response_or_an_item() -> None:
+def test_stored_history_is_named_by_response_or_item() -> None:
     assert decode(previous_response_id=response_id("", "t4")).after == "t4"
     items = [{"role": "user", "content": "Go"}, {"type": "item_reference", "id": "msg_t2_0"}]
     request = decode(input=[*items, call("look", id="fc_t2_0"), {"role": "user", "content": "On"}])
@@ -178,7 +178,7 @@ CALLED = call("look", id="fc_t2_0", call_id="call_t2_0")
         [referring("rs_t2"), call("look", id="fc_t2_0", call_id="0a1b2c3d4"), answered("0a1b2c3d4")],
     ],
 )
-def test_the_output_of_a_call_is_never_dropped_behind_a_reference_to_its_turn(
+def test_call_output_after_a_reference_is_kept(
     items: list[dict[str, Any]],
 ) -> None:
     request = decode(input=[{"role": "user", "content": "Go"}, *items])
@@ -186,19 +186,19 @@ def test_the_output_of_a_call_is_never_dropped_behind_a_reference_to_its_turn(
     assert [(m.role, m.content) for m in request.messages] == [("tool", "42")]
 
 
-def test_outputs_of_parallel_calls_all_stay_behind_a_reference() -> None:
+def test_parallel_call_outputs_after_a_reference_are_kept() -> None:
     outputs = [answered("call_t2_0", "a"), answered("call_t2_1", "b"), {"role": "user", "content": "On"}]
     request = decode(input=[referring("rs_t2"), referring("fc_t2_0"), referring("fc_t2_1"), *outputs])
     assert [m.content for m in request.messages] == ["a", "b", "On"]
 
 
-def test_the_output_of_a_shell_that_the_client_runs_is_a_result() -> None:
+def test_client_shell_output_is_a_result() -> None:
     output = {"type": "local_shell_call_output", "call_id": "c9", "output": "README.md"}
     (message,) = turns([output])
     assert (message.role, message.content, message.tool_call_id) == ("tool", "README.md", "c9")
 
 
-def test_images_are_taken_in_by_digest_also_from_tools() -> None:
+def test_images_are_stored_by_digest() -> None:
     picture = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "auto"}
     output = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "x"}]}
     output["output"].append(picture)
@@ -207,7 +207,7 @@ def test_images_are_taken_in_by_digest_also_from_tools() -> None:
     assert [image.offset for message in request.messages for image in message.images] == [0, 1]
 
 
-def test_only_sub_agents_of_codex_are_threads() -> None:
+def test_codex_sub_agents_have_threads() -> None:
     main = {"thread-id": "a"}
     body = asked({"input": "Hi"}, main)
     assert DIALECT.decode(body)[0].thread == ""
@@ -236,7 +236,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "named"), BAD, ids=[named for _, named in BAD])
-def test_what_would_change_the_meaning_is_refused(body: dict[str, Any], named: str) -> None:
+def test_unsupported_content_gets_400(body: dict[str, Any], named: str) -> None:
     with pytest.raises(ApiError, match=named):
         decode(**body)
 
@@ -274,7 +274,7 @@ SHOWN: list[dict[str, Any]] = [{}, SEALED, {"reasoning": {"summary": "auto"}}, {
 
 
 @given(replies(), sizes, st.sampled_from(SHOWN))
-def test_the_stream_folds_to_the_answer(reply: Message, cuts: list[int], body: dict[str, Any]) -> None:
+def test_stream_equals_the_response(reply: Message, cuts: list[int], body: dict[str, Any]) -> None:
     events, answer = shown(reply, cuts, **body)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     for event in events:
@@ -295,7 +295,7 @@ def test_the_stream_folds_to_the_answer(reply: Message, cuts: list[int], body: d
 
 
 @given(replies(), st.booleans())
-def test_an_echoed_answer_is_the_reply_again(reply: Message, through_the_sdk: bool) -> None:
+def test_echoed_response_is_the_reply(reply: Message, through_the_sdk: bool) -> None:
     _, answer = shown(reply, [], include_reasoning=True)
     output = answer["output"]
     if through_the_sdk:
@@ -307,7 +307,7 @@ def test_an_echoed_answer_is_the_reply_again(reply: Message, through_the_sdk: bo
 
 
 @given(replies())
-def test_an_echo_without_ids_is_still_one_turn(reply: Message) -> None:
+def test_echo_without_ids_is_one_turn(reply: Message) -> None:
     _, answer = shown(reply, [])
     if any(item["id"].startswith("ctr_") for item in answer["output"]):
         return  # only the id says that the input of this call is all the model wrote
@@ -316,7 +316,7 @@ def test_an_echo_without_ids_is_still_one_turn(reply: Message) -> None:
     assert canonical(echoed) == canonical(reply)
 
 
-def test_custom_and_namespaced_calls_come_as_what_the_client_knows() -> None:
+def test_custom_and_namespaced_calls_use_client_names() -> None:
     calls = (
         ToolCall("call_t3_0", "patch", '{"input": "*** Begin"}'),
         ToolCall("call_t3_1", "patch", '{"text": 1}'),
@@ -329,7 +329,7 @@ def test_custom_and_namespaced_calls_come_as_what_the_client_knows() -> None:
     assert (third["type"], third["name"], third["namespace"]) == ("function_call", "spawn", "agents")
 
 
-def test_reasoning_is_shown_as_the_client_asked() -> None:
+def test_reasoning_is_returned_as_requested() -> None:
     reply = Message(role="assistant", content="Yes", reasoning="hm")
     events, hidden = shown(reply, [])
     assert hidden["output"][0]["summary"] == [] and "content" not in hidden["output"][0]
@@ -347,7 +347,7 @@ def test_reasoning_is_shown_as_the_client_asked() -> None:
     assert decode(input=[sealed, said("Yes")]).hints == {"t3"}
 
 
-def test_a_stream_that_is_kept_alive_or_fails_early_is_opened_first() -> None:
+def test_keepalive_or_error_begins_the_stream() -> None:
     pretty = json.dumps({"model": "m", "input": "Hi", "tools": TOOLS}, indent=2).encode()
     _, wish = DIALECT.decode(asked(pretty))
     view = DIALECT.stream(STARTED, wish)
@@ -359,7 +359,7 @@ def test_a_stream_that_is_kept_alive_or_fails_early_is_opened_first() -> None:
     assert refused[-1]["response"]["error"]["code"] == "context_length_exceeded"
 
 
-def test_an_answer_that_was_cut_is_incomplete() -> None:
+def test_truncated_response_is_incomplete() -> None:
     _, wish = DIALECT.decode(asked({"model": "m", "input": "Hi"}))
     ended = done(Message(role="assistant", content="Hel"), FinishReason.LENGTH)
     answer = DIALECT.response(STARTED, ended, wish)

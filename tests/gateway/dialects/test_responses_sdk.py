@@ -95,7 +95,7 @@ async def through_chat(folder: Path) -> list[Any]:
     return [[getattr(turn, name) for name in FIELDS] for turn in record.turns]
 
 
-async def test_a_tool_session_is_the_same_forest_as_in_chat(tmp_path: Path) -> None:
+async def test_tool_session_records_the_same_tree_as_chat(tmp_path: Path) -> None:
     in_chat = await through_chat(tmp_path / "chat")
     assert [turn[0] for turn in in_chat] == [None, "t1", "t2", "t3"]
     assert await through_responses(tmp_path / "whole", stream=False) == in_chat
@@ -109,7 +109,7 @@ async def test_a_tool_session_is_the_same_forest_as_in_chat(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_history_may_be_left_to_us(tmp_path: Path, stream: bool) -> None:
+async def test_previous_response_id_continues_the_conversation(tmp_path: Path, stream: bool) -> None:
     engine = ScriptedEngine(list(TALK))
     async with running(engine, tmp_path) as up:
         client = await up.agent()
@@ -124,9 +124,7 @@ async def test_the_history_may_be_left_to_us(tmp_path: Path, stream: bool) -> No
 
 
 @pytest.mark.parametrize("whole_calls", [False, True])
-async def test_a_client_that_refers_to_items_gets_its_tool_results_to_the_model(
-    tmp_path: Path, whole_calls: bool
-) -> None:
+async def test_item_references_keep_tool_results(tmp_path: Path, whole_calls: bool) -> None:
     """As the Vercel AI SDK writes it: what a turn sampled is referred to, its results are sent."""
     engine = ScriptedEngine(list(TALK))
     async with running(engine, tmp_path / "references") as up:
@@ -151,7 +149,7 @@ def refer(item: Any) -> Any:
     return {"type": "item_reference", "id": item.id}
 
 
-async def test_an_unknown_previous_response_is_an_error_with_its_code(tmp_path: Path) -> None:
+async def test_unknown_previous_response_has_its_error_code(tmp_path: Path) -> None:
     async with running(ScriptedEngine(list(TALK)), tmp_path) as up:
         client = await up.agent()
         for name in ("resp_t9", "resp_elsewhere"):
@@ -161,7 +159,7 @@ async def test_an_unknown_previous_response_is_an_error_with_its_code(tmp_path: 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_custom_and_namespaced_tools_are_called_and_answered(tmp_path: Path, stream: bool) -> None:
+async def test_custom_and_namespaced_tools_work(tmp_path: Path, stream: bool) -> None:
     spawn = {"type": "function", "name": "spawn", "parameters": {"type": "object"}, "strict": False}
     tools: list[Any] = [
         {"type": "custom", "name": "patch", "description": "Edit."},
@@ -185,7 +183,7 @@ async def test_custom_and_namespaced_tools_are_called_and_answered(tmp_path: Pat
     assert record.turns[0].tags == ("overridden:tools.web_search",)
 
 
-async def test_usage_and_ids_are_told_as_recorded(tmp_path: Path) -> None:
+async def test_usage_and_ids_are_recorded_values(tmp_path: Path) -> None:
     engine = ScriptedEngine([said("Hello.")])
     async with running(engine, tmp_path) as up:
         client = await up.agent()
@@ -200,7 +198,7 @@ async def test_usage_and_ids_are_told_as_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_without_room_is_incomplete(tmp_path: Path, stream: bool) -> None:
+async def test_response_at_the_token_limit_is_incomplete(tmp_path: Path, stream: bool) -> None:
     async with running(ScriptedEngine([said("Hello there.")]), tmp_path) as up:
         client = await up.agent(sampling=Sampling(max_tokens=2))
         if not stream:
@@ -215,7 +213,7 @@ async def test_an_answer_without_room_is_incomplete(tmp_path: Path, stream: bool
     assert turn.finish_reason is FinishReason.LENGTH
 
 
-async def test_a_conversation_that_is_too_long_is_told_so_that_clients_compact(tmp_path: Path) -> None:
+async def test_context_overflow_error_makes_clients_compact(tmp_path: Path) -> None:
     async with running(ScriptedEngine([]), tmp_path) as up:
         client = await up.agent(budget=Budget(context=8))
         with pytest.raises(openai.BadRequestError) as caught:
@@ -230,7 +228,7 @@ async def test_a_conversation_that_is_too_long_is_told_so_that_clients_compact(t
         assert (await up.client.finalize("r.1")).turns == ()
 
 
-async def test_an_engine_that_breaks_fails_the_stream(tmp_path: Path) -> None:
+async def test_engine_failure_fails_the_stream(tmp_path: Path) -> None:
     broken = ScriptedReply(token_ids=tuple(VOCAB.encode("Hel")), fail="unavailable")
     async with running(ScriptedEngine([broken]), tmp_path) as up:
         client = await up.agent()
@@ -256,7 +254,7 @@ async def test_an_engine_that_breaks_fails_the_stream(tmp_path: Path) -> None:
         },
     ],
 )
-async def test_a_malformed_request_is_a_bad_request_of_the_sdk(tmp_path: Path, body: Any) -> None:
+async def test_malformed_request_raises_in_the_sdk(tmp_path: Path, body: Any) -> None:
     async with running(ScriptedEngine([]), tmp_path) as up:
         client = await up.agent()
         with pytest.raises(openai.BadRequestError) as caught:

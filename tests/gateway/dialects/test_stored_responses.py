@@ -84,7 +84,7 @@ BODY: dict[str, Any] = {
 }
 
 
-async def test_objects_are_whole_and_say_what_was_sampled_with(tmp_path: Path) -> None:
+async def test_response_objects_are_complete(tmp_path: Path) -> None:
     async with running(ScriptedEngine(answers), tmp_path / "s") as up:
         await agent(up, sampling=Sampling(temperature=0.7, top_p=0.9))
         _, whole = await raw(up, "POST", "", BODY)
@@ -100,7 +100,7 @@ async def test_objects_are_whole_and_say_what_was_sampled_with(tmp_path: Path) -
         assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
 
 
-async def test_every_event_of_a_stream_has_whole_objects(tmp_path: Path) -> None:
+async def test_stream_events_have_complete_objects(tmp_path: Path) -> None:
     async with running(ScriptedEngine(answers), tmp_path / "s") as up:
         client = await agent(up)
         async with client.responses.stream(**BODY) as stream:
@@ -152,7 +152,7 @@ async def test_stored_responses_survive_a_restart_and_can_be_deleted(tmp_path: P
         assert status == 200
 
 
-async def test_responses_of_other_sessions_are_not_there(tmp_path: Path) -> None:
+async def test_responses_of_other_sessions_get_404(tmp_path: Path) -> None:
     async with running(ScriptedEngine(answers), tmp_path / "s") as up:
         one, other = await agent(up), await agent(up, "r.2")
         made = await one.responses.create(model="m", input="Hi")
@@ -200,7 +200,7 @@ async def test_input_items_are_listed_in_pages(tmp_path: Path) -> None:
             assert status == 400 and named in told["error"]["message"]
 
 
-async def test_what_is_not_served_is_refused_with_a_remedy(tmp_path: Path) -> None:
+async def test_unsupported_requests_get_400(tmp_path: Path) -> None:
     async with running(ScriptedEngine(answers), tmp_path / "s") as up:
         client = await agent(up)
         made = await client.responses.create(model="m", input="Hi")
@@ -221,7 +221,7 @@ async def test_what_is_not_served_is_refused_with_a_remedy(tmp_path: Path) -> No
         assert status == 404 and "POST v1/responses over HTTP" in told["error"]["message"]
 
 
-def test_the_synchronous_client_does_the_same(tmp_path: Path) -> None:
+def test_synchronous_client_works(tmp_path: Path) -> None:
     async def main() -> None:
         async with running(ScriptedEngine(answers), tmp_path / "s") as up:
             ticket = await up.client.open(SessionSpec(id="r.1"))
@@ -244,7 +244,7 @@ def test_the_synchronous_client_does_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["It is ünïque 😀.", "<think>\nHm.\n</think>\n\nYes. " + PRICE_X])
-async def test_logprobs_are_those_of_the_text_in_answers_and_streams(tmp_path: Path, text: str) -> None:
+async def test_logprobs_cover_the_text(tmp_path: Path, text: str) -> None:
     engine = ScriptedEngine(lambda _: said(text, chunks=(2,)))
     async with running(engine, tmp_path / "s") as up:
         client = await agent(up)
@@ -287,7 +287,7 @@ async def test_logprobs_are_those_of_the_text_in_answers_and_streams(tmp_path: P
 
 
 @pytest.mark.parametrize("left_to_us", [False, True])
-async def test_a_compaction_has_the_tools_of_its_conversation(tmp_path: Path, left_to_us: bool) -> None:
+async def test_compaction_uses_the_tools_of_its_conversation(tmp_path: Path, left_to_us: bool) -> None:
     async with running(ScriptedEngine(answers), tmp_path / "s") as up:
         client = await agent(up)
         rest: Any = {key: BODY[key] for key in ("instructions", "tools")}
@@ -301,7 +301,7 @@ async def test_a_compaction_has_the_tools_of_its_conversation(tmp_path: Path, le
 
 
 @pytest.mark.parametrize("left_to_us", [False, True])
-async def test_a_compacted_conversation_goes_on_and_is_trained(tmp_path: Path, left_to_us: bool) -> None:
+async def test_compacted_conversation_continues_and_is_trained(tmp_path: Path, left_to_us: bool) -> None:
     engine = ScriptedEngine(answers)
     async with running(engine, tmp_path / "s") as up:
         client = await agent(up)
@@ -343,14 +343,14 @@ def rest_of(rest: dict[str, Any]) -> dict[str, Any]:
     return {"instructions": rest["instructions"], "extra_body": {"tools": rest["tools"]}}
 
 
-async def test_a_compaction_without_a_summary_is_an_error(tmp_path: Path) -> None:
+async def test_compaction_without_summary_fails(tmp_path: Path) -> None:
     async with running(ScriptedEngine(lambda _: ScriptedReply(token_ids=(STOP,))), tmp_path / "s") as up:
         client = await agent(up)
         with pytest.raises(openai.InternalServerError, match="wrote no summary"):
             await client.responses.compact(model="m", input="Hi")
 
 
-async def test_a_compaction_needs_a_model(tmp_path: Path) -> None:
+async def test_compaction_needs_a_model(tmp_path: Path) -> None:
     async with running(ScriptedEngine(answers), tmp_path / "s") as up:
         client = await agent(up)
         with pytest.raises(openai.BadRequestError, match="needs a model"):

@@ -273,8 +273,10 @@ class ResponsesStream:
     @property
     def _hidden(self) -> bool:
         """Whether the open item is reasoning that the client did not request."""
-        shown = self._items.shown
-        return bool(self._open and self._open["type"] == "reasoning" and not (shown.summary or shown.content))
+        options = self._items.shown
+        return bool(
+            self._open and self._open["type"] == "reasoning" and not (options.summary or options.content)
+        )
 
     def _part(self, text: str) -> tuple[str, Json]:
         assert self._open is not None

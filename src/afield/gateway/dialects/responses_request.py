@@ -282,12 +282,12 @@ STORED_OPTIONS = msgspec.json.Decoder(StoredOptions)
 SHARED_TEXT = msgspec.json.Decoder(dict[str, Raw])
 
 
-def store_options(model: str, shown: EchoedOptions) -> tuple[bytes, tuple[str, bytes]]:
+def store_options(model: str, options: EchoedOptions) -> tuple[bytes, tuple[str, bytes]]:
     """Returns the stored options, and digest and text of their shared part."""
-    common = encode({name: shown.fields[name] for name in SHARED})
+    common = encode({name: options.fields[name] for name in SHARED})
     digest = blake2b(common, digest_size=12).hexdigest()
-    own = {name: value for name, value in shown.fields.items() if name not in SHARED}
-    stored = StoredOptions(model, own, shown.sealed, shown.summary, shown.content, digest)
+    own = {name: value for name, value in options.fields.items() if name not in SHARED}
+    stored = StoredOptions(model, own, options.sealed, options.summary, options.content, digest)
     return encode(stored), (digest, common)
 
 
@@ -328,8 +328,8 @@ def decode(raw: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
     reader.close()
     if not items and after is None:
         raise bad_request("input is empty", "send a text or at least one item")
-    shown = _echoed_options(wire, toolbox)
-    stored, shared = store_options(wire.model or "", shown) if wire.store is not False else (b"", None)
+    echoed = _echoed_options(wire, toolbox)
+    stored, shared = store_options(wire.model or "", echoed) if wire.store is not False else (b"", None)
     request = ModelRequest(
         dialect="responses",
         model=wire.model or "",
@@ -364,7 +364,7 @@ def decode(raw: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
         logprobs=scored,
         top_logprobs=wire.top_logprobs or 0,
         token_ids=bool(wire.return_token_ids),
-        echo={"shown": shown},
+        echo={"shown": echoed},
     )
     return request, options
 
