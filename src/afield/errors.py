@@ -1,22 +1,22 @@
-"""What can go wrong, and whose it is.
+"""Exceptions of afield.
 
     AfieldError
-    |-- UsageError          bad input from a person: names the value and the remedy; commands exit with 2
-    |   `-- DamagedFile     a file of a run that cannot be read as what it is
-    |-- WireError           bytes that are not what they claim to be; names the field
-    |-- Conflict            a second, different answer where the first one stands
-    |-- Missing             nothing is known under this id
-    |-- Unavailable         a part that should be there does not answer
-    |   `-- Outage          it answers nobody, for longer than patience: the run ends, and can be resumed
-    |-- Throttled           a part asks for fewer calls; the limiter slows down, no rollout pays for it
-    |-- Fruitless           rollout after rollout without a reward: going on would only burn time
-    `-- RolloutFailure      a failed rollout, which is data: `.failure` says whose fault it is
-        |-- PolicyFailure           the model's own doing: trained, never retried
+    |-- UsageError              wrong input from a person; commands exit with 2
+    |   `-- DamagedFile         a file of a run cannot be read
+    |-- WireError               a document that crossed a process boundary is malformed
+    |-- Conflict                a different value was stored first
+    |-- NotFound                unknown id
+    |-- Unavailable             a component does not answer; worth a retry
+    |   `-- Outage              it answers no rollout for `unavailable_timeout_s`: the run ends, resumable
+    |-- RateLimited             a component asks for fewer calls; costs no rollout a retry
+    |-- NoRewards               several steps without a single reward
+    `-- RolloutFailure          one rollout failed; `.failure` has it as data
+        |-- PolicyFailure           caused by the model: trained, never retried
         |-- TaskFailure             the task is broken, or the agent's code raised
-        |-- VerifierFailure         the grader crashed, or gave no finite number
-        `-- InfrastructureFailure   launch, process, machine, engine or upload; never a reward
+        |-- VerifierFailure         the verifier crashed, or gave no finite reward
+        `-- InfrastructureFailure   launch, process, machine, engine or upload failed
 
-Kinds in `RETRIED` are tried again within their budget; `conduct` alone does that.
+Failures of the kinds in `RETRIED` are retried by `orchestrator.rollout`, within their retry budget.
 """
 
 from __future__ import annotations
@@ -30,52 +30,56 @@ from afield.types import Failure, FailureKind, Reason
 
 
 class AfieldError(Exception):
-    """Base of everything afield raises on purpose."""
+    """Base class of all exceptions that afield raises."""
 
 
 class UsageError(AfieldError):
-    """Bad input from a person. The message names the value and what to do."""
+    """Wrong input from a person. The message names the value and what to do."""
 
 
 class DamagedFile(UsageError):
-    """A file of a run that cannot be read as what it is."""
+    """A file of a run cannot be read: its content is not in the expected format."""
 
 
 class WireError(AfieldError):
-    """Bytes that are not what they claim to be."""
+    """A payload, outcome or commit is malformed. The message names the field."""
 
 
 class Conflict(AfieldError):
-    """The first answer stands; this one differs."""
+    """A different value was stored under this id first, and stays."""
 
 
 class NotFound(AfieldError):
-    """Nothing is known under this id."""
+    """The id is unknown."""
 
 
 class Unavailable(AfieldError):
-    """A part that should be there does not answer."""
+    """A gateway, engine, store or process does not answer. A retry may succeed."""
 
 
 class Outage(Unavailable):
-    """A part of the run answers nobody, for longer than patience allows: no rollout's own trouble."""
+    """A component answered no rollout for `unavailable_timeout_s`. The run ends and can be resumed."""
 
 
 class RateLimited(AfieldError):
-    """Too many calls for the other side. `retry_after_s` is what it asked for, if it did."""
+    """A component refuses calls for now because there are too many."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        """Seconds until the next call, if the component said so."""
 
 
 class NoRewards(AfieldError):
-    """Rollout after rollout without a reward: going on would only burn time."""
+    """Several steps in a row had no reward at all; the run ends."""
 
 
 class RolloutFailure(AfieldError):
+    """One rollout failed. Subclasses say which part caused it."""
+
     kind: ClassVar[FailureKind]
-    stands_for: BaseException | None = None  # of foreign code; its traceback is told, not how it got here
+    stands_for: BaseException | None = None
+    """The exception of the agent's or verifier's code; its traceback is reported instead of this one's."""
 
     def __init__(self, message: str, reason: Reason = Reason.RAISED) -> None:
         super().__init__(message)
@@ -83,32 +87,42 @@ class RolloutFailure(AfieldError):
 
     @property
     def failure(self) -> Failure:
-        told = self.stands_for or self
-        text = "".join(traceback.format_exception(told)) if told.__traceback__ else ""
+        """The failure as data, with its traceback."""
+        cause = self.stands_for or self
+        text = "".join(traceback.format_exception(cause)) if cause.__traceback__ else ""
         return Failure(self.kind, self.reason, str(self), text)
 
 
 class PolicyFailure(RolloutFailure):
+    """The model caused it: budget, context or time ran out. It is trained and never retried."""
+
     kind = FailureKind.POLICY
 
 
 class TaskFailure(RolloutFailure):
+    """The task is broken, or the agent's code raised."""
+
     kind = FailureKind.TASK
 
 
 class VerifierFailure(RolloutFailure):
+    """The verifier crashed, or gave no finite reward."""
+
     kind = FailureKind.VERIFIER
 
 
 class InfrastructureFailure(RolloutFailure):
+    """Launch, process, machine, engine or upload failed. It never becomes a reward."""
+
     kind = FailureKind.INFRASTRUCTURE
 
 
 RETRIED = frozenset({FailureKind.TASK, FailureKind.VERIFIER, FailureKind.INFRASTRUCTURE})
+"""Failure kinds that are retried; a policy failure is an outcome like any other."""
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """What went wrong first, for errors that came out of a group of tasks."""
+    """The first exception inside nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
     return error
@@ -116,9 +130,9 @@ def root_cause(error: BaseException) -> BaseException:
 
 @contextmanager
 def boundary(kind: FailureKind, reason: Reason, report: Callable[[Failure], None]) -> Generator[None]:
-    """Where foreign code is called. Whatever it raises is attributed once and reported as data.
+    """Run foreign code and report what it raises as a Failure.
 
-    A `RolloutFailure` keeps the kind it was raised with; anything else becomes `kind`.
+    A `RolloutFailure` keeps its own kind; any other exception becomes `kind` and `reason`.
     """
     try:
         yield

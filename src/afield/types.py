@@ -1,8 +1,7 @@
-"""The data nouns of afield.
+"""Data types: tasks, rollouts, outcomes, turns, trajectories and groups.
 
-Everything that moves between parts is one of these: frozen, checked when it is built, free of I/O.
-A value that exists is valid; code that receives one never checks it again. Reading and writing them
-as bytes is `wire`'s business, and what is done with them belongs to the parts behind `seams`.
+All are frozen, validated when built, and free of I/O: code that receives one does not check it again.
+`wire` reads and writes them as bytes; `interfaces` has the components that exchange them.
 """
 
 from __future__ import annotations
@@ -27,10 +26,11 @@ def check_id(value: str, what: str) -> None:
 
 
 class Policy(Struct, frozen=True):
-    """The model being trained: a name, and a version that only grows."""
+    """The model being trained."""
 
     name: str
     version: int = 0
+    """Number of the published weights; it only grows."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -46,13 +46,18 @@ MAX_COUNT = 2**31 - 1
 
 
 class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """How tokens are drawn. The trainer owns these; `top_k` 0 means off."""
+    """Sampling parameters. The trainer sets them, not the agent."""
 
     temperature: float = 1.0
+    """Sampling temperature; 0 is greedy."""
     top_p: float = 1.0
+    """Nucleus sampling: smallest set of tokens with this probability; 1 is off."""
     top_k: int = 0
+    """Number of likeliest tokens to draw from; 0 is off."""
     max_tokens: int | None = None
+    """Largest number of tokens per call; None is the rest of the context."""
     seed: int | None = None
+    """Seed of the random numbers, 64 bits; None draws one."""
 
     def __post_init__(self) -> None:
         if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
@@ -71,17 +76,21 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc
 
     @property
     def truncated(self) -> bool:
-        """Whether some tokens could not be drawn at all; a trainer has to know."""
+        """Whether some tokens have no probability (top_p, top_k or greedy); losses need to know."""
         return self.top_p < 1 or self.top_k > 0 or self.temperature == 0
 
 
 class Budget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one session may spend. None means no bound."""
+    """Limits of one session. None is no limit."""
 
     calls: int | None = None
+    """Number of model calls."""
     tokens: int | None = None
+    """Number of sampled tokens over all calls."""
     context: int | None = None
+    """Tokens of prompt and reply of one call."""
     wall_s: float | None = None
+    """Seconds since the session was opened."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -102,12 +111,12 @@ HIDDEN_FIELD = "hidden"
 
 
 class Task(Struct, frozen=True):
-    """What an agent is asked: an id and a JSON object; attempted many times."""
+    """One row of a data set: an id and a JSON object."""
 
     id: str
     """Name of the task, unique in its data set."""
     input: dict[str, Any]
-    """What the agent gets, but for the object `hidden`, which only its verifier gets."""
+    """Input of the agent; its object `hidden` goes to the verifier alone."""
 
     def __post_init__(self) -> None:
         if not self.id:
@@ -121,17 +130,18 @@ class Task(Struct, frozen=True):
 
 
 class Rollout(Struct, frozen=True, kw_only=True):
-    """The wish for one attempt at one task: the unit of work, retry and bookkeeping.
-
-    `sampling` is set where it is not that of all others: greedy for validation and for a group's baseline.
-    """
+    """One run of an agent on one task, with all its retries."""
 
     id: str
+    """Unique id, up to 128 characters of A-Z a-z 0-9 . _ -"""
     exp_id: str
+    """Experiment id, the prefix of stored outcomes."""
     group_id: str
+    """Id of the rollouts of the same task that are compared with each other."""
     task: Task
     split: Split = Split.TRAIN
     sampling: Sampling | None = None
+    """Sampling parameters of this rollout; None uses those of the run."""
 
     def __post_init__(self) -> None:
         check_id(self.id, "rollout id")
@@ -140,10 +150,11 @@ class Rollout(Struct, frozen=True, kw_only=True):
 
 
 class Attempt(Struct, frozen=True):
-    """One try of a rollout, counted from 1. Its session has the same id."""
+    """One try of a rollout. Its session id is `ROLLOUT_ID.N`."""
 
     rollout_id: str
     n: int
+    """Number of the try, from 1."""
 
     def __post_init__(self) -> None:
         if self.n < 1:
@@ -163,7 +174,7 @@ class Attempt(Struct, frozen=True):
 
 
 class FailureKind(StrEnum):
-    """Who a failure belongs to. It decides what happens next; see `errors.RETRIED`."""
+    """Which part caused a failure; `errors.RETRIED` has the kinds that are retried."""
 
     POLICY = "policy"
     TASK = "task"
@@ -172,7 +183,7 @@ class FailureKind(StrEnum):
 
 
 class Reason(StrEnum):
-    """Why, within a kind."""
+    """What happened, within a failure kind."""
 
     RAISED = "raised"
     REWARD = "reward"
@@ -180,7 +191,8 @@ class Reason(StrEnum):
     BUDGET = "budget"
     CONTEXT = "context"
     LAUNCH = "launch"
-    NO_AGENT = "no_agent"  # what was launched does not run rollouts; another try would say the same
+    NO_AGENT = "no_agent"
+    """The launched program does not run rollouts; it is not retried."""
     DIED = "died"
     ENGINE = "engine"
     UPLOAD = "upload"
@@ -188,29 +200,35 @@ class Reason(StrEnum):
 
 
 class Failure(Struct, frozen=True):
+    """Why an attempt has no reward."""
+
     kind: FailureKind
     reason: Reason
     message: str
+    """One line for people: what failed, the value, what to do."""
     traceback: str = ""
+    """Python traceback of the agent's or verifier's code; empty without one."""
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    """What came of an attempt: a reward, or the typed failure in its place.
-
-    A policy failure may carry a reward too (the agent gave one before it ran out of budget). `turn_rewards`
-    are by turn: its id, the id of the response that the agent got for it, or the number of the call, from 0.
-    """
+    """Result of an attempt: a reward, or a failure. A policy failure may have both."""
 
     rollout_id: str
     attempt: int
+    """Number of the attempt, from 1."""
     reward: float | None = None
+    """The reward that trains; None for a failure without one."""
     rewards: dict[str, float] = field(default_factory=dict)
+    """Named rewards, combined by the trainer's reward weights."""
     turn_rewards: dict[str, float] = field(default_factory=dict)
+    """Rewards of single turns, by turn id, response id, or number of the call from 0."""
     named_turn_rewards: dict[str, dict[str, float]] = field(default_factory=dict)
     """Rewards with a name and a turn: by name, then by turn as in `turn_rewards`."""
     metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers that the agent reports besides rewards; they are averaged in metrics.jsonl."""
     failure: Failure | None = None
     stop_reason: str = ""
+    """Why the agent stopped, in its own words or as the failure's reason."""
 
     def __post_init__(self) -> None:
         Attempt(self.rollout_id, self.attempt)
@@ -234,7 +252,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
         return f"{self.rollout_id}.{self.attempt}"
 
     def reward_or_floor(self, floor: float) -> float | None:
-        """The number that trains, or None when this outcome stays out of the baseline."""
+        """The reward that trains: `floor` for a policy failure without one, None for other failures."""
         if self.reward is not None:
             return self.reward
         return floor if self.failure and self.failure.kind is FailureKind.POLICY else None
@@ -244,29 +262,33 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
 
 class ToolCall(Struct, frozen=True, gc=False):
-    """A call the model made; `arguments` is the text as sampled, parsable or not."""
+    """A tool call of the model."""
 
     id: str
     name: str
     arguments: str
+    """Arguments as sampled, JSON or not."""
 
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class ImageRef(Struct, frozen=True, gc=False):
-    """An image in a message: the digest of its content, and before which character of the text it stands."""
+    """Position of an image in a message."""
 
     digest: str
+    """Digest of the image, see `Image.digest`."""
     offset: int = field(name="at")
+    """Index of the character of `Message.content` that follows the image."""
 
 
 class Image(Struct, frozen=True, kw_only=True):
-    """An image in a prompt: its bytes, or where the engine finds them. `digest` is sha256 of the bytes that
-    the client sent, or of the URL where the bytes were never seen."""
+    """An image in a prompt: its bytes, or a URL that the engine reads."""
 
     digest: str
+    """SHA-256 of the bytes that the client sent, or of the URL."""
     media_type: str
+    """MIME type, such as image/png."""
     data: bytes | None = None
     url: str | None = None
 
@@ -276,15 +298,17 @@ class Image(Struct, frozen=True, kw_only=True):
 
 
 class ImageSpan(Struct, frozen=True, gc=False):
-    """Where an image stands in token ids: `length` placeholders from `start` on."""
+    """Position of an image in token ids."""
 
     digest: str
     start: int
+    """Index of the first placeholder token."""
     length: int
+    """Number of placeholder tokens."""
 
 
 class Message(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One message as people read it. Never turned back into training ids."""
+    """One message of a conversation, for reading; token ids for training come from `Turn`."""
 
     role: Role
     content: str = ""
@@ -321,14 +345,15 @@ class TurnStatus(StrEnum):
 
 
 class Link(Struct, frozen=True, gc=False):
-    """How a turn relates to another besides descending from it."""
+    """Relation of a turn to another one that is not its parent."""
 
     type: Literal["edit", "retry", "fork", "compaction", "sub-agent"]
     to: str
+    """Id of the other turn."""
 
 
 class Constraint(Struct, frozen=True, kw_only=True, gc=False):
-    """What a reply is held to while it is sampled: tokens that cannot lead to a match have no probability."""
+    """Grammar of a reply: tokens that cannot lead to a match have no probability."""
 
     grammar: str
     """A structural tag of xgrammar, as JSON. Engines and trainer compile the same text, see `masks`."""
@@ -337,39 +362,50 @@ class Constraint(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Turn(Struct, frozen=True, kw_only=True, gc=False):
-    """One model call exactly as sampled: written once, never edited, never re-tokenised.
-
-    The prompt is the parent's whole path followed by `delta_ids`; without a parent, `delta_ids` is
-    the whole prompt. Where the engine put more ids in the place of an image, `delta_ids` has them and
-    `sent_ids` is the delta as it was sent; `images` are those in `delta_ids`, from whose start they count.
-    `versions` counts from the first sampled token. `asked` is the digest of the conversation up to the
-    request, `digest` with the reply.
-    """
+    """One model call exactly as sampled: written once, never edited, never re-tokenized."""
 
     id: str
+    """Id in its session: t1, t2, ..."""
     root: str
+    """Digest of chat template and tools, which all turns of a tree share."""
     parent: str | None = None
+    """Id of the turn that this one continues; None starts a new tree."""
     delta_ids: tuple[int, ...] = ()
+    """Prompt ids after the parent's prompt and reply; the whole prompt without a parent."""
     sent_ids: tuple[int, ...] = ()
+    """`delta_ids` before the engine expanded its images; empty without images."""
     images: tuple[ImageSpan, ...] = ()
+    """Images in `delta_ids`."""
     token_ids: tuple[int, ...] = ()
+    """Sampled ids, with the stop token."""
     logprobs: tuple[float, ...] = ()
+    """Log-probability of each sampled id under the distribution it was drawn from."""
     versions: tuple[VersionSpan, ...] = ()
+    """Policy versions of the sampled ids, counted from the first of them."""
     finish_reason: FinishReason | None = None
     status: TurnStatus
     sampling: Sampling
     tier: str = ""
+    """How the prompt was built: bridge, append, splice or full."""
     dialect: str = ""
+    """API of the call: chat, completions, responses, anthropic or gemini."""
     messages: tuple[Message, ...] = ()
+    """New messages of the request, then the reply."""
     request_digest: str = field(default="", name="asked")
+    """Digest of the conversation up to the request; `asked` in JSON."""
     digest: str = ""
+    """Digest of the conversation with the reply."""
     tools_digest: str = ""
+    """Digest of the tool definitions."""
     tags: tuple[str, ...] = ()
     links: tuple[Link, ...] = ()
     constraint: Constraint | None = None
     started: float = 0.0
+    """Wall-clock time of the request, in seconds."""
     first_token: float | None = None
+    """Wall-clock time of the first token, in seconds."""
     ended: float | None = None
+    """Wall-clock time of the end, in seconds."""
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
@@ -388,30 +424,35 @@ class Turn(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class TurnRange(Struct, frozen=True):
-    """Where a turn's sampled tokens lie in a trajectory, how they were drawn, and how exact they are."""
+    """Position of a turn's sampled tokens in a trajectory, and how they were sampled."""
 
     id: str
     start: int
+    """Index of the first sampled token."""
     end: int
+    """Index after the last sampled token."""
     temperature: float
     truncated: bool = False
+    """Whether top_p, top_k or greedy decoding removed tokens from the distribution."""
     tier: str = ""
+    """How the prompt was built: bridge, append, splice or full."""
     constraint: Constraint | None = None
 
 
 class Trajectory(Struct, frozen=True, kw_only=True):
-    """One training sequence; `turns` lists what it owns, `images` the places of images among its ids.
-
-    `loss_mask` says which tokens it trains. `logprobs` is 0.0 where that is 0, and for sampled tokens about
-    which a constraint left no choice.
-    """
+    """One training sequence."""
 
     token_ids: tuple[int, ...]
     loss_mask: tuple[int, ...]
+    """1 for tokens that this sequence trains, else 0."""
     logprobs: tuple[float, ...]
+    """Log-probabilities when sampled; 0.0 where `loss_mask` is 0 or a constraint left one choice."""
     versions: tuple[VersionSpan, ...]
+    """Policy versions of the trained tokens."""
     turns: tuple[TurnRange, ...]
+    """Turns whose tokens this sequence trains; other turns in it are context."""
     weight: float
+    """Share of the rollout's trained tokens, above 0 and at most 1; the shares of a rollout add up to 1."""
     images: tuple[ImageSpan, ...] = ()
 
     def __post_init__(self) -> None:
@@ -434,6 +475,7 @@ class Trajectory(Struct, frozen=True, kw_only=True):
 
     @property
     def owned(self) -> int:
+        """Number of tokens that this sequence trains."""
         return sum(self.loss_mask)
 
 
@@ -468,44 +510,46 @@ def _fields(span: VersionSpan) -> tuple[int, int, int, int]:
 
 
 class Exclusion(Struct, frozen=True):
-    """Sampled tokens that are not trained, and why."""
+    """A sampled turn that is not trained."""
 
     turn: str
+    """Id of the turn."""
     tokens: int
+    """Number of its sampled tokens."""
     reason: str
+    """Name of a reason in `exclusions.REASONS`."""
 
 
 # --- groups --------------------------------------------------------------------------------------
 
 
 class RolloutResult(Struct, frozen=True, kw_only=True):
-    """A rollout with what came of it: its last attempt's outcome, what that trains, and the turns to read.
-
-    `images` are those that its trajectories have, each once.
-    """
+    """A finished rollout: outcome, training sequences and turns of the attempt that counts."""
 
     rollout: Rollout
     outcome: Outcome
     trajectories: tuple[Trajectory, ...] = ()
     excluded: tuple[Exclusion, ...] = ()
     turns: tuple[Turn, ...] = ()
+    """All model calls, for reading."""
     attempts: int = 1
+    """Number of attempts, with the one that counts."""
     images: tuple[Image, ...] = ()
+    """Images of the trajectories, each once."""
 
 
 class Group(Struct, frozen=True, kw_only=True):
-    """The finished rollouts of one task that are compared with each other.
-
-    `baseline` is the greedy rollout they are measured against where the algorithm wants one (ReMax); it is
-    never trained.
-    """
+    """The finished rollouts of one task, which advantages compare with each other."""
 
     id: str
     task_id: str
     epoch: int
+    """Epoch of the data set, from 0."""
     split: Split
     finished: tuple[RolloutResult, ...]
+    """Every rollout of the group, failed ones too."""
     baseline: RolloutResult | None = None
+    """Greedy rollout to compare with (ReMax); never trained. None without one."""
 
     def __post_init__(self) -> None:
         ids = [f.rollout.id for f in self.finished]
@@ -521,7 +565,7 @@ class Group(Struct, frozen=True, kw_only=True):
 
 
 def too_few_rewards(outcomes: Sequence[Outcome], quorum: int) -> str | None:
-    """Says so when fewer than `quorum` of a group's outcomes carry a reward; None when enough do."""
+    """Why a group with fewer than `quorum` rewards is dropped; None if it has enough."""
     carrying = sum(outcome.reward_or_floor(0.0) is not None for outcome in outcomes)
     if carrying >= quorum:
         return None

@@ -1,7 +1,6 @@
-"""The seams: what the parts promise each other, in domain verbs.
+"""Interfaces between components: engine, gateway, runtime, sandbox, transport, trainer.
 
-Read these files and `types`, and you know the system. A backend is done when it passes the
-contract suite of its seam in `tests/contracts`.
+A new backend implements one of these protocols and passes its contract suite in `tests/contracts`.
 """
 
 from afield.interfaces.engine import Chunk, Engine, EngineInfo, GenerateRequest, Image, Pausable, Queueing

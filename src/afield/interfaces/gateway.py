@@ -1,6 +1,6 @@
-"""Gateway, as trainers and collectors see it: sessions, what they sampled, and the policy's version.
+"""Gateway interface for trainers and collectors: sessions, their records, and published weights.
 
-How agents see it (OpenAI, Anthropic and so on) is the gateway's own affair.
+Agents use the gateway through the dialects in `afield.gateway.dialects`.
 """
 
 from __future__ import annotations
@@ -16,29 +16,33 @@ from afield.wire import Submission
 
 
 class SessionSpec(SessionPolicies, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a session is opened with; the body of `POST /sessions`.
-
-    With `reward_from` "verifier" the agent's key infers and says when it is done; only the verifier's
-    key, given out once with the ticket, speaks about rewards. Of so many `verdicts` that fail, all but the
-    last are only noted, and another may follow. Sessions of the same `draw` are sampled with the same random
-    numbers, call by call, where the engine can do that.
-    """
+    """Parameters of a new session; the body of `POST /sessions`."""
 
     id: str | None = None
+    """Session id; None lets the gateway choose one."""
     rollout_id: str | None = None
     attempt: int | None = None
+    """Number of the attempt, from 1."""
     group_id: str | None = None
     exp_id: str | None = None
+    """Experiment id."""
     input_id: str | None = None
+    """Task id."""
     draw: str | None = None
+    """Name of the random numbers: sessions with the same name sample the same tokens, engine permitting."""
     split: Split = Split.TRAIN
     scope: tuple[Literal["infer", "reward", "read"], ...] = ("infer", "reward")
+    """What the agent's key may do."""
     reward_from: Literal["agent", "verifier"] = "agent"
+    """Whose key may give the reward. With "verifier" the agent's key may only call the model and submit."""
     verdicts: int = 1
+    """Number of verdicts that may fail before the failure stands."""
     sampling: Sampling = Sampling()
     budget: Budget = Budget()
     ttl_s: float | None = None
+    """Seconds until the gateway aborts the session; None never does."""
     metadata: dict[str, Any] = field(default_factory=dict)
+    """Free JSON, returned as it is."""
 
     def __post_init__(self) -> None:
         if self.ttl_s is not None and not self.ttl_s > 0:
@@ -48,51 +52,66 @@ class SessionSpec(SessionPolicies, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class SessionCredentials(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an agent needs to use its session; and, apart from it, what its verifier needs."""
+    """Address and keys of a session."""
 
     id: str
     api_key: str
+    """The agent's key."""
     base_url: str
+    """Base URL of the session."""
     openai_base_url: str
+    """Base URL for OpenAI clients."""
     verifier_key: str | None = None
+    """The verifier's key, with `reward_from` "verifier"."""
 
 
 class SessionState(Struct, frozen=True, kw_only=True):
-    """`idle_s` is how long no model call has run (0 while one does), `unseen_s` how long its agent's SDK has
-    sent no sign of life (None if it never did), both by the gateway's clock. `dangling` calls are those
-    a gateway before this one died under. `graded`: its verifier, or whoever gives the reward, has spoken;
-    `failed_verdicts` came before that and do not count. `waited_s` is how long its calls have stood in line,
-    as far as the gateway knows.
-    """
+    """State of a session, as `GET /sessions/ID` returns it. Durations are by the gateway's clock."""
 
     id: str
     phase: str
+    """open, completed, finalized or aborted."""
     rollout_id: str | None
     attempt: int | None
     group_id: str | None
     calls: int
+    """Number of model calls, with those in flight."""
     turns: int
+    """Number of recorded turns."""
     branches: int
+    """Number of turns that no other turn continues."""
     tokens: dict[str, int]
+    """Numbers of tokens: `sampled` and `prompt`."""
     excluded: dict[str, int] = {}
-    """Sampled tokens that are kept out of the loss as things stand, by reason."""
+    """Sampled tokens that are currently excluded from the loss, by reason."""
     dangling: int
+    """Calls that were in flight when an earlier gateway process died."""
     versions: tuple[int, int] | None
+    """Oldest and newest policy version that sampled; None before the first token."""
     rewards: list[dict[str, Any]]
+    """Rewards received so far, in order."""
     graded: bool = False
+    """Whether the agent, or its verifier, gave the reward."""
     failed_verdicts: tuple[Failure, ...] = ()
+    """Failures of verifiers before the verdict that counts."""
     created: float
+    """Wall-clock time of creation, in seconds."""
     last_activity: float
+    """Wall-clock time of the last request, in seconds."""
     in_flight: int = 0
+    """Number of calls that run now."""
     idle_s: float = 0.0
+    """Seconds since the last model call ended; 0 while one runs."""
     unseen_s: float | None = None
+    """Seconds since the last heartbeat of the agent's SDK; None before the first one."""
     waited_s: float = 0.0
+    """Seconds that calls waited for an engine, in sum."""
     unsupported: str = ""
-    """Why the model cannot serve what the agent asks, whatever the task; empty where it can."""
+    """Why the model cannot serve this agent's requests, whatever the task; empty if it can."""
 
 
 class SessionRecord(Struct, frozen=True, kw_only=True):
-    """All that a session sampled, as it trains, its turns for reading, and the images that it trains with."""
+    """Everything that a session sampled: training sequences, exclusions, turns and images."""
 
     trajectories: tuple[Trajectory, ...]
     excluded: tuple[Exclusion, ...]
@@ -102,31 +121,31 @@ class SessionRecord(Struct, frozen=True, kw_only=True):
 
 class Gateway(Protocol):
     async def open(self, spec: SessionSpec) -> SessionCredentials:
-        """The same id and spec again give the same ticket; another spec is a Conflict."""
+        """Open a session. Repeating returns the same credentials; another spec raises Conflict."""
         ...
 
     async def state(self, session_id: str) -> SessionState: ...
 
     async def states(self, session_ids: Sequence[str]) -> dict[str, SessionState]:
-        """Many at once; a session that is not known is left out."""
+        """States of many sessions; unknown ones are left out."""
         ...
 
     async def version(self) -> int:
-        """The policy version that samples now."""
+        """The policy version that engines sample with now."""
         ...
 
     async def abort(self, session_id: str, reason: str) -> None:
-        """Take no more calls and end those in flight; their partials are kept. Repeating is harmless."""
+        """End a session and its calls in flight; their tokens are kept. Repeating is harmless."""
         ...
 
     async def finalize(self, session_id: str) -> SessionRecord:
-        """Freeze the session and give what it sampled. Repeating gives the same record."""
+        """Close a session and return its record. Repeating returns the same record."""
         ...
 
     async def submission(self, session_id: str) -> Submission | None:
-        """What the agent of a judged session has handed in; None while there is nothing."""
+        """The agent's submission for its verifier; None before it submits."""
         ...
 
     async def publish(self, policy: Policy, path: str) -> None:
-        """Every later token is sampled by this version of the policy. A lower version is a Conflict."""
+        """Load the weights in `path` into all engines as this version. A lower version raises Conflict."""
         ...

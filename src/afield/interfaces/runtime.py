@@ -1,4 +1,4 @@
-"""Runtime: where agents run. It launches attempts and says when one has ended; it carries no results."""
+"""Runtime interface: launches attempts and reports their end; outcomes come by a transport."""
 
 from __future__ import annotations
 
@@ -11,62 +11,64 @@ from afield.types import Attempt, Failure
 
 
 class Exit(Struct, frozen=True):
-    """An attempt no longer runs. `failure` is set when the place it ran in broke; `lingers` when that
-    place is still there and costs something until it is stopped.
-    """
+    """The end of an attempt's process, container or job."""
 
     failure: Failure | None = None
+    """Set if the process, container or job broke; None if it ended by itself."""
     log: str = ""
+    """The last part of its output."""
     lingers: bool = False
+    """Whether resources remain, and cost something, until `stop`."""
 
 
 Limit = Literal["cpu", "memory", "pids", "disk", "network", "time"]
 
 
 class Capabilities(Struct, frozen=True, kw_only=True):
-    """What a runtime can do, so that nobody has to ask which one it is.
-
-    `limits` are enforced on each attempt. `lists`: `list` tells every session of this run, whoever launched
-    it. `reaches`: `status`, `logs` and `stop` work on sessions that another process launched. `outlives`:
-    what it launched goes on when this process is killed, until somebody reaps it. `tells_end`: `wait` returns
-    by itself when an agent has ended; else only outcomes and signs of life tell. `lingers`: a place stays,
-    and costs something, until it is stopped.
-    """
+    """Features of a runtime."""
 
     isolation: Literal["none", "process", "sandbox", "container", "machine"]
+    """What separates two attempts."""
     limits: frozenset[Limit] = frozenset()
+    """Resource limits that are enforced on each attempt."""
     exec: bool = False
+    """Whether commands can be run in a session."""
     lists: bool = False
+    """Whether `list` includes sessions of this run that another process launched."""
     reaches: bool = False
+    """Whether `status`, `logs` and `stop` work on sessions that another process launched."""
     outlives: bool = False
+    """Whether sessions continue when this process is killed, until `afield cleanup`."""
     tells_end: bool = True
+    """Whether `wait` returns when an agent ends; else only outcomes and heartbeats show it."""
     lingers: bool = False
+    """Whether resources remain, and cost something, until `stop`."""
 
 
 class Phase(StrEnum):
     STARTING = "starting"
     RUNNING = "running"
     ENDED = "ended"
-    UNKNOWN = "unknown"  # never heard of, forgotten, or the place cannot tell
+    UNKNOWN = "unknown"
+    """Not launched here, already forgotten, or the runtime cannot say."""
 
 
 class SessionStatus(Struct, frozen=True, kw_only=True):
-    """One session as the place it runs in sees it. `where` is what an operator would look for: a process id,
-    a container, a job, an address. `since` is wall-clock time.
-    """
+    """State of a session in its runtime."""
 
     session_id: str
     phase: Phase
     where: str = ""
+    """Process id, container, job or address, for an operator."""
     since: float | None = None
+    """Wall-clock time of the launch, in seconds; None if unknown."""
 
 
 class Runtime(Protocol):
-    """`async with runtime:` owns everything it starts; nothing of it is left when the runtime is closed.
+    """Runs agents. Leaving `async with runtime:` ends every session that it started.
 
-    Where `capabilities.outlives`, a killed process leaves its sessions to the next one, or to a reaper;
-    elsewhere nothing outlives it, not even after SIGKILL. What it did not start (agents that others serve)
-    it leaves running.
+    After SIGKILL no session survives either, unless `capabilities.outlives`; then the next process or
+    `afield cleanup` ends them. Agents that others serve are left running.
     """
 
     @property
@@ -77,41 +79,40 @@ class Runtime(Protocol):
     async def __aexit__(self, *exc: object) -> None: ...
 
     async def check(self) -> None:
-        """Before the first launch: raises UsageError if the agent cannot be started here at all."""
+        """Raise UsageError if the agent cannot be started here at all; called before the first launch."""
         ...
 
     async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
         """Start an attempt; returns once the agent has taken the payload.
 
-        Launching an attempt twice is one launch. A payload the agent refuses, or a place that cannot
-        be started, raises the fitting RolloutFailure at once; a place that takes no more for now raises
-        Throttled.
+        Launching an attempt twice is one launch. Raises a RolloutFailure if the agent refuses the payload or
+        cannot be started, and RateLimited while the runtime accepts no more sessions.
         """
         ...
 
     async def adopt(self, attempt: Attempt) -> bool | None:
-        """Whether an attempt that an earlier process launched runs here; if so, `wait` tells its end.
+        """Whether an attempt that an earlier process launched runs here; if so, `wait` returns its end.
 
         None where the runtime cannot know.
         """
         ...
 
     async def wait(self, attempt: Attempt) -> Exit:
-        """Until the attempt no longer runs: it finished, or what it ran in died."""
+        """Wait until the attempt no longer runs, because it finished or died."""
         ...
 
     async def stop(self, attempt: Attempt) -> None:
-        """End an attempt wherever it is. Repeating, or stopping what never ran, is harmless."""
+        """End an attempt. Repeating, or stopping an attempt that never ran, is harmless."""
         ...
 
     async def status(self, attempt: Attempt) -> SessionStatus:
-        """Where an attempt is. Asking changes nothing; one that is not known here is UNKNOWN."""
+        """State of an attempt; UNKNOWN if it was not launched here."""
         ...
 
     async def list(self) -> list[SessionStatus]:
-        """The sessions of this run that are still there; where `capabilities.lists` is false, our own."""
+        """Sessions of this run that still exist; without `capabilities.lists`, those of this process."""
         ...
 
     async def logs(self, attempt: Attempt) -> str:
-        """What the place printed while the attempt ran, or its last part; empty where nothing is kept."""
+        """Output of the attempt, or its last part; empty if none is kept."""
         ...

@@ -1,4 +1,4 @@
-"""Sandbox: a fresh place to run commands in, apart from agents and from us; it ends with its `async with`."""
+"""Sandbox interface: run commands and copy files in a fresh, isolated environment."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from msgspec import Struct
 from afield.errors import InfrastructureFailure, UsageError
 from afield.types import Reason
 
-# Of a file that is downloaded: one with holes may be called larger than any memory.
 MAX_DOWNLOAD_BYTES = 512 * 2**20
+"""Largest file that `download` returns; a sparse file may claim any size."""
 
 
 class ExecResult(Struct, frozen=True, kw_only=True):
-    """What came of a command. A non-zero exit and a timeout are data; `exit_code` is None after a timeout.
-
-    Output beyond the bound the sandbox keeps is cut in the middle, and `truncated` says so.
-    """
+    """Result of a command. A non-zero exit code and a timeout are results, not exceptions."""
 
     exit_code: int | None
+    """Exit code; None after a timeout."""
     stdout: str = ""
     stderr: str = ""
     timed_out: bool = False
     truncated: bool = False
+    """Whether output was too long and is cut in the middle."""
 
     @property
     def ok(self) -> bool:
@@ -33,8 +32,10 @@ class ExecResult(Struct, frozen=True, kw_only=True):
 
 
 class Sandbox(Protocol):
-    """Raises InfrastructureFailure when the place itself is broken or gone, never for what a command did;
-    and UsageError for what no kernel takes, such as a path with a NUL character, before anything is done.
+    """An isolated environment that ends with its `async with`.
+
+    Raises InfrastructureFailure if the sandbox itself broke, never for what a command did, and UsageError for
+    arguments that no kernel accepts, such as a path with a NUL character.
     """
 
     async def __aenter__(self) -> Self: ...
@@ -50,24 +51,22 @@ class Sandbox(Protocol):
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
     ) -> ExecResult:
-        """Run a command line (by `sh -c`) or an argument list. After `timeout` it is killed with all it
-        started.
-        """
+        """Run a command line (`sh -c`) or an argument list; kill its process tree after `timeout` s."""
         ...
 
     async def upload(self, path: str, data: bytes) -> None:
-        """Write a file, with its folders. Repeating overwrites."""
+        """Write a file and create its parent directories."""
         ...
 
     async def download(self, path: str) -> bytes:
-        """Raises Missing where there is no such file, InfrastructureFailure beyond MOST_BYTES."""
+        """Read a file; raises NotFound, or InfrastructureFailure above MAX_DOWNLOAD_BYTES."""
         ...
 
 
 def build_argv(
     command: str | Sequence[str], timeout: float, cwd: str | None, env: Mapping[str, str] | None
 ) -> list[str]:
-    """What is to be run. Raises UsageError for what could not be passed to any program."""
+    """The argument list of a command. Raises UsageError for arguments that no program accepts."""
     argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
     if not argv:
         raise UsageError("command: an empty list names no program; give a command line or its words")
@@ -90,8 +89,8 @@ def check_text(what: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        said = f"{what}: {_shortened(text)} is not Unicode ({error.reason}); send such bytes as a file"
-        raise UsageError(said) from error
+        message = f"{what}: {_shortened(text)} is not Unicode ({error.reason}); send such bytes as a file"
+        raise UsageError(message) from error
 
 
 def check_path(path: str) -> None:
@@ -101,8 +100,8 @@ def check_path(path: str) -> None:
 
 
 def file_too_large(path: str, where: str, most: int = MAX_DOWNLOAD_BYTES) -> InfrastructureFailure:
-    said = f"{path} in {where} has more than {most} bytes; split it, or compress it there"
-    return InfrastructureFailure(said, Reason.UPLOAD)
+    message = f"{path} in {where} has more than {most} bytes; split it, or compress it there"
+    return InfrastructureFailure(message, Reason.UPLOAD)
 
 
 def _shortened(text: str) -> str:

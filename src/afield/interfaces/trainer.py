@@ -1,4 +1,4 @@
-"""Trainer: groups in, new weights out. It blocks; the loop calls it from a thread."""
+"""Trainer interface: groups in, new weights out. Calls block; the loop uses a thread."""
 
 from __future__ import annotations
 
@@ -13,46 +13,49 @@ from afield.types import Group
 
 
 class StepReport(Struct, frozen=True, kw_only=True):
-    """What one update did; `metrics` is written to metrics.jsonl as it is. `too_long` rows were left out.
-
-    `account` says what became of the tokens of its groups; without it, all that carry a reward count as
-    trained.
-    """
+    """Result of one training step."""
 
     rollouts: int
+    """Number of rollouts that were trained."""
     tokens: int
+    """Number of tokens in the loss."""
     too_long: int = 0
+    """Number of sequences longer than the trainer's context, which were left out."""
     metrics: dict[str, float] = field(default_factory=dict)
+    """Written to metrics.jsonl as they are."""
     account: TokenAccount | None = None
+    """Tokens of the groups by what became of them; None counts all with a reward as trained."""
 
 
 class Trainer(Protocol):
     @property
     def context(self) -> int | None:
-        """How many tokens a row may have; None is any number."""
+        """Largest number of tokens in a sequence; None is no limit."""
         ...
 
     def step(self, groups: Sequence[Group]) -> StepReport:
-        """One update from these groups. Raises before any weight changes when they do not line up.
+        """Train one step on these groups. Raises before any weight changes if they are inconsistent.
 
-        A row longer than the trainer can run is left out and named; its rollout's reward still counts.
+        Sequences that are too long are left out and logged; the rollout's reward still counts.
         """
         ...
 
     def export(self, directory: Path) -> None:
-        """Write the weights as an engine loads them."""
+        """Write the weights in the format that engines load."""
         ...
 
     def save(self, directory: Path) -> None:
-        """Write all it needs to go on: weights, optimiser, random state."""
+        """Write a checkpoint: weights, optimizer and random state."""
         ...
 
-    def restore(self, directory: Path) -> None: ...
+    def restore(self, directory: Path) -> None:
+        """Read a checkpoint; raises DamagedFile if it is incomplete."""
+        ...
 
 
 @runtime_checkable
 class Publisher(Protocol):
-    """A trainer that knows the dtype of the engines its weights are for, and tells how much arrived there."""
+    """A trainer that publishes weights in the engines' dtype and measures the rounding."""
 
     def publish(self, directory: Path, *, version: int, dtype: str) -> dict[str, float]:
         """Write the weights as `export` does, in `dtype`, as `version`; metrics of the publication.

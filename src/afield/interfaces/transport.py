@@ -1,8 +1,9 @@
-"""Transport: how outcomes come back. A store that is the truth, and a queue that only hints.
+"""Transport interface: brings outcomes back by an object store and a queue of hints.
 
-An attempt is decided once, by whoever first writes its commit: the agent with an outcome, or the
-collector with a fence. A hint is leased, not taken: whoever acts on it acknowledges it afterwards, and one
-that nobody acknowledges comes again. With every hint lost, sweeps find all.
+1. The store is the truth. An attempt is decided once, by the first commit: the agent's outcome or the
+   collector's fence.
+2. Hints only say where to look. They are leased and acknowledged after use; a hint that nobody acknowledges
+   is delivered again. If all hints are lost, sweeps of the store find every outcome.
 """
 
 from __future__ import annotations
@@ -17,20 +18,21 @@ from afield.wire import Invocation, OutcomeRecord
 
 
 class Fence(Struct, frozen=True):
-    """The attempt was given up; an outcome of it that comes late is refused."""
+    """The attempt was abandoned; a later outcome is refused."""
 
     reason: str
+    """Why the collector abandoned it."""
 
 
 class PendingAttempt(Struct, frozen=True):
-    """An attempt whose decision somebody waits for."""
+    """An attempt whose outcome is awaited."""
 
     rollout: Rollout
     attempt: Attempt
 
 
 class Transport(Protocol):
-    """When the store cannot be reached, every verb raises Unavailable, with what to do; nothing is lost."""
+    """Every method raises Unavailable while the store cannot be reached; nothing is lost."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -38,31 +40,31 @@ class Transport(Protocol):
 
     @property
     def held_s(self) -> float:
-        """How long hints that a collector had leased when it died may stay away; 0 where acknowledging
-        takes them out all the same.
+        """Seconds for which hints that a dead collector leased may stay invisible; 0 if acknowledging removes
+        them all the same.
         """
         ...
 
     def address(self, exp_id: str) -> dict[str, Any]:
-        """The fields of `_rollout` that tell an agent of this experiment where to deliver."""
+        """Fields of `_rollout` that tell agents of this experiment where to deliver."""
         ...
 
     async def deliver(self, invocation: Invocation, record: OutcomeRecord) -> bool:
-        """Write data, commit and hint, in this order. Whether this outcome stands.
+        """Write data, commit and hint, in this order; returns whether this outcome counts.
 
-        Delivering the same again answers the same. An outcome that was refused is kept apart; see `late`.
+        Repeating returns the same. A refused outcome is kept for `late`.
         """
         ...
 
     async def decision(self, waiting: PendingAttempt) -> OutcomeRecord | Fence | None:
-        """What the store says of an attempt; None while it is open.
+        """The committed outcome or fence of an attempt; None while it is undecided.
 
-        A result that an agent left without a commit (it knows only how to put one object) is committed here.
+        Commits a result that an agent left without a commit, because it can only put one object.
         """
         ...
 
     async def fence(self, waiting: PendingAttempt, reason: str) -> OutcomeRecord | Fence:
-        """Give an attempt up, unless it is decided already; answers with what stands."""
+        """Abandon an attempt unless it is decided already; returns the decision that counts."""
         ...
 
     async def hints(self, exp_id: str, wait_s: float) -> list[Attempt]:
@@ -70,19 +72,20 @@ class Transport(Protocol):
         ...
 
     async def acknowledge(self, exp_id: str, attempts: Sequence[Attempt]) -> None:
-        """These hints were acted on and need not come again. One that was not hinted is ignored."""
+        """Remove the hints of these attempts; attempts without a hint are ignored."""
         ...
 
     async def unacknowledged(self, exp_id: str) -> list[Attempt]:
-        """Attempts whose hints nobody has acknowledged, whoever has leased them: a collector that died after
-        it noted how a rollout ended, too. Empty where the queue cannot list its messages.
+        """Attempts with unacknowledged hints, also those that a dead collector leased.
+
+        Empty if the queue cannot list its messages.
         """
         ...
 
     async def sweep(self, waiting: Sequence[PendingAttempt]) -> list[Attempt]:
-        """Which of these the store holds a decision for, or a result to decide on, hints or not."""
+        """Which of these attempts have a decision or a result in the store."""
         ...
 
     async def late(self, exp_id: str) -> list[Attempt]:
-        """Attempts whose outcome came after they had been decided otherwise, and was refused."""
+        """Attempts whose outcome arrived after another decision and was refused."""
         ...

@@ -1,8 +1,7 @@
-"""A witness: what weights answer, written beside them, so that an engine can be asked whether it has them.
+"""Weight probe: expected log-probabilities that show whether an engine has new weights.
 
-The trainer writes `witness.json` into the directory it exports: after so many ids of a fixed prompt, the
-log-probability of the likeliest next token. It names the files it was made for by some of their bytes;
-beside other files it counts for nothing.
+The trainer writes `witness.json` beside exported weights: for prefixes of a fixed prompt, the log-probability
+of the likeliest next token. A digest of parts of the weight files ties the probe to them.
 """
 
 from __future__ import annotations
@@ -19,28 +18,33 @@ LOOKS, LOOK = 16, 4096  # places in each file, and bytes at each
 
 
 class WeightProbe(Struct, frozen=True, kw_only=True):
-    """`logprobs` has one number for each of `lengths`: of the likeliest id after so many of `prompt_ids`."""
+    """Expected log-probabilities of one set of weights."""
 
     prompt_ids: tuple[int, ...]
     lengths: tuple[int, ...]
+    """Lengths of the prefixes of `prompt_ids`."""
     logprobs: tuple[float, ...]
+    """For each prefix, the log-probability of the likeliest next token."""
     files: str = ""
+    """Digest of parts of the weight files."""
 
     def __post_init__(self) -> None:
         if len(self.lengths) != len(self.logprobs) or not self.lengths:
-            raise ValueError(f"a witness has {len(self.logprobs)} numbers for {len(self.lengths)} lengths")
+            raise ValueError(
+                f"weight probe has {len(self.logprobs)} log-probabilities for {len(self.lengths)} lengths"
+            )
         if not 1 <= min(self.lengths) <= max(self.lengths) <= len(self.prompt_ids):
-            raise ValueError(f"a witness of {len(self.prompt_ids)} ids speaks of lengths {self.lengths}")
+            raise ValueError(f"weight probe of {len(self.prompt_ids)} ids has lengths {self.lengths}")
 
 
 def write_weight_probe(directory: Path, witness: WeightProbe) -> None:
-    """After the weights."""
-    told = msgspec.structs.replace(witness, files=_files(directory))
-    (directory / FILE).write_bytes(msgspec.json.encode(told))
+    """Write the probe; the weights must be written before."""
+    probe = msgspec.structs.replace(witness, files=_files(directory))
+    (directory / FILE).write_bytes(msgspec.json.encode(probe))
 
 
 def read_weight_probe(directory: Path) -> WeightProbe | None:
-    """None where there is none, or it was made for other weights than those beside it."""
+    """Read the probe; None if there is none, or it belongs to other weights."""
     try:
         witness = msgspec.json.decode((directory / FILE).read_bytes(), type=WeightProbe)
         return witness if witness.files == _files(directory) else None
