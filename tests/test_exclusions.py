@@ -13,15 +13,15 @@ from msgspec import structs
 from afield import RolloutClient, connect, factory, trajectories
 from afield.chat import Tool
 from afield.cli.main import parser
-from afield.cli.train import given
+from afield.cli.train import settings_given
 from afield.errors import UsageError
 from afield.exclusions import FINGERPRINTS, REASONS, Fingerprint, Ground, check_reason, digest, version_of
 from afield.gateway import side_calls
 from afield.gateway.model_request import ModelRequest
 from afield.integrations.verl import settings as verl_settings
-from afield.options import SessionPolicies, policies_of
 from afield.orchestrator.state import RunDirectory
-from afield.settings import train_config
+from afield.settings.sessions import SessionPolicies, policies_of
+from afield.settings.train import train_config
 from afield.turn_tree import TurnTree
 from afield.types import FinishReason, Message, Sampling, Turn, TurnStatus, VersionSpan
 from support.client_gateway import place, yes
@@ -316,7 +316,7 @@ def as_given(holder: SessionPolicies) -> dict[str, Any]:
 
 def test_a_run_hands_its_policies_to_its_sessions(tmp_path: Path) -> None:
     config = train_config(None, {"agent": "a.py:a", "model": "m", **POLICIES})
-    assert as_given(factory.plan(config, RunDirectory(tmp_path / "run"))) == POLICIES
+    assert as_given(factory.rollout_config(config, RunDirectory(tmp_path / "run"))) == POLICIES
 
 
 def test_the_command_line_and_a_file_set_policies(tmp_path: Path) -> None:
@@ -324,10 +324,12 @@ def test_the_command_line_and_a_file_set_policies(tmp_path: Path) -> None:
     words += ["--abandoned-answers", "train", "--unsupported", "ignore", "--constrained-turns", "exclude"]
     words += ["--client-sampling", "temperature, seed"]
     args = parser().parse_args(["train", "a.py:a", "--model", "m", "--tasks", "t.jsonl", *words])
-    assert as_given(train_config(None, {k: v for k, v in given(args).items() if k in POLICIES}, model="m"))
+    assert as_given(
+        train_config(None, {k: v for k, v in settings_given(args).items() if k in POLICIES}, model="m")
+    )
     (tmp_path / "run.toml").write_text('[train]\nmodel = "m"\n' + toml(POLICIES))
     assert as_given(train_config(tmp_path / "run.toml", {})) == POLICIES
-    assert as_given(train_config(None, {"model": "m", **given(args)})) == POLICIES
+    assert as_given(train_config(None, {"model": "m", **settings_given(args)})) == POLICIES
 
 
 def toml(values: dict[str, Any]) -> str:
@@ -335,7 +337,7 @@ def toml(values: dict[str, Any]) -> str:
 
 
 def test_a_client_and_a_launch_take_policies() -> None:
-    plan = connect._plan("exp", "m", dict(POLICIES))
+    plan = connect._rollout_config("exp", "m", dict(POLICIES))
     assert as_given(plan) == POLICIES
 
 
@@ -349,7 +351,7 @@ def test_every_session_of_a_plan_is_opened_with_its_policies(tmp_path: Path) -> 
 
 
 def test_veRL_takes_policies() -> None:
-    settings = verl_settings._settings(POLICIES)
+    settings = verl_settings.read_settings(POLICIES)
     assert as_given(settings) == POLICIES
 
 
@@ -359,8 +361,8 @@ def test_an_unknown_policy_is_refused_with_those_there_are(name: str) -> None:
     first = POLICIES[name][0] if name == "client_sampling" else POLICIES[name]
     for refused in (
         lambda: train_config(None, {"model": "m", name: wrong}),
-        lambda: connect._plan("exp", "m", {name: wrong}),
-        lambda: verl_settings._settings({name: wrong}),
+        lambda: connect._rollout_config("exp", "m", {name: wrong}),
+        lambda: verl_settings.read_settings({name: wrong}),
     ):
         with pytest.raises(UsageError, match=rf"{name} = 'guess' must be one of: .*{first}"):
             refused()

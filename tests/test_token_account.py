@@ -19,7 +19,7 @@ from afield.integrations.trl.worker import token_account as trl_account
 from afield.integrations.verl import rows
 from afield.integrations.verl.manager import GenerateCall, StepCounts
 from afield.orchestrator.state import RunDirectory
-from afield.settings import train_config
+from afield.settings.train import train_config
 from afield.token_account import ExclusionWatch, TokenAccount, count_tokens
 from afield.trajectories import linear
 from afield.types import Exclusion, RolloutResult, Split

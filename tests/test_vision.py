@@ -24,9 +24,9 @@ from afield.errors import UsageError
 from afield.integrations.trl import rows as trl_rows
 from afield.interfaces import SessionRecord
 from afield.interfaces.engine import GenerateRequest
-from afield.options import LoraOptions
 from afield.orchestrator.rollout import rollout_result
 from afield.orchestrator.state import RolloutStore
+from afield.settings.trainer import LoraOptions
 from afield.trainers.datum import rows_from_groups
 from afield.trainers.diagnostics import BatchDiagnostics
 from afield.trainers.frozen import Frozen

@@ -30,9 +30,9 @@ from typing import Any
 
 from afield.errors import Unavailable
 from afield.interfaces import Runtime
-from afield.options import SandboxOptions
 from afield.runtimes.process import ProcessRuntime
 from afield.runtimes.sandbox import SandboxRuntime
+from afield.settings.runtimes import SandboxOptions
 from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt
 from agents.invoking import payload
@@ -177,7 +177,7 @@ def train(place: Path, name: str, sessions: int, *, waves: int, wait_s: float) -
     command = [*AFIELD, "train", f"{AGENT}:agent", "--json", "--run", name, "--runtime", "sandbox"]
     command += ["--tasks", str(tasks), "--model", str(POLICY), "--engine", f"scripted={script}"]
     command += ["--freeze-weights", "--steps", str(waves), "--tasks-per-step", str(sessions // 2)]
-    command += ["--rollouts", "2", "--concurrency", str(sessions), "--attempt-timeout-s", "600"]
+    command += ["--rollouts", "2", "--concurrency", str(sessions), "--attempt-timeout", "600"]
     command += ["--set", "launch_timeout_s=300", "--set", "sandbox.limits.memory_mb=256"]
     log = (place / f"{name}.log").open("wb")
     environ = {**os.environ, "AFIELD_RUNS": str(place / "runs")}

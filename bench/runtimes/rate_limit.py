@@ -27,13 +27,13 @@ from typing import Any
 import aiohttp
 
 from afield.gateway.client import HttpGateway
-from afield.options import AgentCoreOptions
 from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.deadlines import Deadlines
 from afield.orchestrator.rollout import RolloutRunner
 from afield.orchestrator.state import RolloutStore, RunState
 from afield.ratelimit import LocalLimiter, RateLimits
 from afield.runtimes.agentcore.runtime import AgentCoreRuntime
+from afield.settings.runtimes import AgentCoreOptions
 from afield.transports.stores.files import FilesTransport
 from afield.types import Outcome, Rollout, RolloutResult, Task
 from bench import ROOT

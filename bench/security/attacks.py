@@ -230,10 +230,10 @@ def gateway(world: World) -> Iterator[str]:
 
 async def other_user(world: World, url: str, report: Report) -> None:
     """While a gateway, a worker, a served agent and a sandbox are up."""
-    from afield.options import Limits
     from afield.runtimes.process import ProcessRuntime
     from afield.sandbox.fork_server import ForkServer, new_socket_directory
     from afield.sandbox.messages import Program
+    from afield.settings.runtimes import ResourceLimits
 
     if os.geteuid() != 0:
         report.not_tried("second user", "only root can run a command as another user")
@@ -245,7 +245,7 @@ async def other_user(world: World, url: str, report: Report) -> None:
         await runtime.check()
         cells = new_socket_directory()
         if shutil.which("bwrap"):
-            nest = ForkServer(Program(), Limits(), directory=cells, log_dir=world.project / "logs")
+            nest = ForkServer(Program(), ResourceLimits(), directory=cells, log_dir=world.project / "logs")
             await stack.enter_async_context(nest)
         with served(world, agent) as address:
             targets = Targets(

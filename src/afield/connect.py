@@ -1,8 +1,4 @@
-"""Names to a client: what `RolloutClient.open` takes.
-
-Everything is a value that can be written down: which agent, which gateway, where agents run, how outcomes
-come back. A name that does not exist is refused with those that do. Nothing is started here.
-"""
+"""RolloutClient from names and values: agent, gateway, runtime, transport. Nothing is started here."""
 
 from __future__ import annotations
 
@@ -18,14 +14,17 @@ from afield.client import RolloutClient
 from afield.errors import UsageError
 from afield.interfaces import Runtime, Transport
 from afield.orchestrator.config import RolloutConfig, RolloutObserver
-from afield.orchestrator.deadlines import Deadlines
 from afield.orchestrator.state import RunDirectory
 from afield.ratelimit import RateLimits
-from afield.settings import Environment, TrainConfig, converted, located
+from afield.settings.environment import Environment
+from afield.settings.rollouts import Deadlines
+from afield.settings.train import RuntimeTables, TrainConfig
+from afield.settings.values import absolute_target, converted
 
 Agent = str | Callable[..., Any]
-LATE = Deadlines.__struct_fields__
-PLANNED = tuple(
+TIMEOUTS = Deadlines.__struct_fields__
+OPTIONS = RuntimeTables.__struct_fields__
+VALUES = tuple(
     name for name in RolloutConfig.__struct_fields__ if name not in ("exp_id", "model_id", "deadlines")
 )
 
@@ -48,14 +47,16 @@ def client(
     options: Mapping[str, Any] | None = None,
     **values: Any,
 ) -> RolloutClient:
-    """`values` are fields of `RolloutConfig` (concurrency, retries, sampling) and of `Deadlines`
-    (attempt_timeout_s, rollout_timeout_s);
-    `options` what the runtime is told, such as {"limits": {"memory_mb": 512}} for a sandbox.
+    """A client that is not started.
 
-    An agent that is a function of this program runs in its threads; one that is named, in processes of
-    its own; one that others serve, or that is an image, needs no name. The admin key may come from
-    AFIELD_ADMIN_KEY. An experiment with a name, started again on the same directory (runs/EXP_ID unless told
-    otherwise), goes on where it was.
+    `values` are fields of `RolloutConfig` (concurrency, retries, sampling, ...) and of `Deadlines`
+    (attempt_timeout_s, rollout_timeout_s, ...); `options` are those of the runtime, such as
+    {"limits": {"memory_mb": 512}} for a sandbox.
+
+    An agent that is a function runs in threads of this program; one named FILE.py:NAME runs in processes of
+    its own; runtimes that run an image, or agents that are served elsewhere, need none. The admin key may
+    come from AFIELD_ADMIN_KEY. An `exp_id` that is started again on the same directory (default: runs/EXP_ID)
+    continues.
     """
     environment = Environment.read()
     key = admin_key or environment.admin_key
@@ -65,73 +66,76 @@ def client(
         raise UsageError(f"gateway {gateway!r} must be its address, such as http://127.0.0.1:8400")
     exp_id = exp_id or f"exp-{time.strftime('%Y%m%d-%H%M%S')}-{uuid4().hex[:6]}"
     run = RunDirectory(Path(directory) if directory else environment.runs / exp_id)
-    how = {
+    process_settings = {
         "workers": workers,
         "process_per_rollout": process_per_rollout,
         "deliver": values.get("deliver", "auto"),
     }
-    config = _config(agent, runtime, transport, options, how)
-    plan = _plan(exp_id, model_id, {**values, "deliver": config.delivery})
-    carrier, agents = _parts(agent, config, run)
+    config = _train_config(agent, runtime, transport, options, process_settings)
+    rollout_config = _rollout_config(exp_id, model_id, {**values, "deliver": config.delivery})
+    outcomes, agents = _transport_and_runtime(agent, config, run)
     return RolloutClient(
-        plan,
-        gateway=factory.load("gateway.client:HttpGateway")(
-            gateway, key, delivers=config.delivery == "gateway"
-        ),
+        rollout_config,
+        gateway=factory.gateway_client(gateway, key, delivers=config.delivery == "gateway"),
         runtime=agents,
-        transport=carrier,
+        transport=outcomes,
         run=run,
         observer=watcher,
         limiter=factory.limiter(config, pace, limiter_file),
     )
 
 
-def _plan(exp_id: str, model_id: str, values: dict[str, Any]) -> RolloutConfig:
-    known = (*PLANNED, *LATE)
+def _rollout_config(exp_id: str, model_id: str, values: dict[str, Any]) -> RolloutConfig:
+    names = (*VALUES, *TIMEOUTS)
     for name in values:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
             raise UsageError(f"unknown value {name!r}; {hint}")
-    planned = {name: value for name, value in values.items() if name in PLANNED}
-    deadlines = converted({name: values[name] for name in LATE if name in values}, Deadlines, "open")
-    named = {"exp_id": exp_id, "model_id": model_id, "deadlines": deadlines}
-    return converted(planned | named, RolloutConfig, "open")
+    deadlines = converted({name: values[name] for name in TIMEOUTS if name in values}, Deadlines, "open")
+    others = {name: value for name, value in values.items() if name in VALUES}
+    return converted(
+        {**others, "exp_id": exp_id, "model_id": model_id, "deadlines": deadlines}, RolloutConfig, "open"
+    )
 
 
-def _config(
+def _train_config(
     agent: Agent | None,
     runtime: str | None,
     transport: str | None,
     options: Mapping[str, Any] | None,
-    how: dict[str, Any],
+    process_settings: dict[str, Any],
 ) -> TrainConfig:
     named = isinstance(agent, str)
     runtime = runtime or ("process" if named or agent is None else "inline")
     transport = transport or ("files" if runtime != "inline" else "memory")
-    place = runtime.partition("=")[0]
     _check(agent, runtime, transport)
-    where = located("agent", agent, Path.cwd()) if named else ""
-    values = {"agent": where, "model": "", "runtime": runtime, "transport": transport, **how}
+    target = absolute_target(agent, Path.cwd()) if named else ""
+    values = {"agent": target, "model": "", "runtime": runtime, "transport": transport, **process_settings}
     if options is not None:
-        if place not in factory.TOLD:
-            raise UsageError(f"runtime {place!r} takes no options; those that do: {', '.join(factory.TOLD)}")
-        values[place] = dict(options)
+        name = runtime.partition("=")[0]
+        if name not in OPTIONS:
+            raise UsageError(f"runtime {name!r} takes no options; those that do: {', '.join(OPTIONS)}")
+        values[name] = dict(options)
     config = converted(values, TrainConfig, "open")
     if not callable(agent):
-        factory.check_place(config)
+        factory.check_runtime(config)
     return config
 
 
-def _parts(agent: Agent | None, config: TrainConfig, run: RunDirectory) -> tuple[Transport, Runtime]:
-    carrier = factory.transport(config, run)
+def _transport_and_runtime(
+    agent: Agent | None, config: TrainConfig, run: RunDirectory
+) -> tuple[Transport, Runtime]:
+    transport = factory.transport(config, run)
     if not callable(agent):
-        return carrier, factory.runtime(config, run, carrier)
-    return carrier, factory.load(factory.RUNTIMES["inline"])(agent, deliver=carrier.deliver)
+        return transport, factory.runtime(config, run, transport)
+    inline = factory.load("runtime", "inline", factory.RUNTIMES)
+    return transport, inline(agent, deliver=transport.deliver)
 
 
 def _check(agent: Agent | None, runtime: str, transport: str) -> None:
-    if agent is None and runtime.partition("=")[0] in factory.TAKES_TARGET:
+    backend = factory.RUNTIMES.get(runtime.partition("=")[0])
+    if agent is None and backend is not None and backend.takes_agent:
         raise UsageError(f"runtime {runtime!r} needs an agent: path/to/file.py:name or package.module:name")
     if isinstance(agent, str) and ":" not in agent:
         raise UsageError(f"agent {agent!r} must be path/to/file.py:name or package.module:name")

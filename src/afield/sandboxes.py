@@ -1,9 +1,9 @@
-"""`sandbox(image)`: a fresh place to run commands in, by the name of the runtime that gives it.
+"""`sandbox(image)`: a fresh sandbox to run commands in.
 
     async with sandbox() as sb:
         ran = await sb.exec("pytest -q", timeout=900)
 
-What a command did is data; only a broken place raises. Nothing is started before `async with`.
+A command that fails is a result; only a broken sandbox raises. Nothing is started before `async with`.
 """
 
 from __future__ import annotations
@@ -14,23 +14,22 @@ from typing import Any
 from afield import factory
 from afield.errors import UsageError
 from afield.interfaces import Sandbox
-from afield.settings import TrainConfig, converted
-
-SANDBOXES = {
-    "sandbox": "sandbox.commands:LocalSandbox",
-    "container": "runtimes.docker.sandbox:ContainerSandbox",
-    "agentcore": "runtimes.agentcore.sandbox:AgentCoreSandbox",
-}
+from afield.settings.train import TrainConfig
+from afield.settings.values import converted
 
 
 def sandbox(
     image: str = "", *, runtime: str = "sandbox", options: Mapping[str, Any] | None = None
 ) -> Sandbox:
-    """`image` is a container's image, the ARN of an AgentCore runtime, or a directory with a root filesystem;
-    none is this machine's own system, read-only. `options` are those of the runtime, as in [train.sandbox].
+    """A sandbox of a runtime: sandbox, container or agentcore.
+
+    `image` is a container image, the ARN of an AgentCore runtime, or a directory with a root filesystem; by
+    default the sandbox sees this machine's system, read-only. `options` are those of the runtime, as in
+    [train.sandbox].
     """
-    made = factory.choose("runtime for sandboxes", runtime, SANDBOXES)
-    told = getattr(converted({"model": "", runtime: dict(options or {})}, TrainConfig, "sandbox"), runtime)
-    if runtime == "container" and not (image or told.image):
+    backend = factory.load("runtime for sandboxes", runtime, factory.SANDBOXES)
+    values = {"model": "", runtime: dict(options or {})}
+    runtime_options = getattr(converted(values, TrainConfig, "sandbox"), runtime)
+    if runtime == "container" and not (image or runtime_options.image):
         raise UsageError("a sandbox in a container needs an image: sandbox(IMAGE, runtime='container')")
-    return made(image, told)
+    return backend(image, runtime_options)

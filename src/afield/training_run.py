@@ -9,7 +9,6 @@ import asyncio
 import json
 import logging
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from enum import StrEnum
@@ -28,7 +27,8 @@ from afield.orchestrator.rollout import RolloutRunner
 from afield.orchestrator.state import RolloutStore, RunDirectory, RunState
 from afield.orchestrator.training_loop import LoopConfig, StepMetrics, TrainingLoop, mean_metrics
 from afield.ratelimit import SharedLimiter
-from afield.settings import TrainConfig, agent_environment
+from afield.settings.environment import agent_environment
+from afield.settings.train import TrainConfig
 from afield.types import RolloutResult, Sampling, Task
 
 log = logging.getLogger("afield.loop")
@@ -66,43 +66,19 @@ class GatewayChild:
 
 @asynccontextmanager
 async def gateway_child(config: TrainConfig, run: RunDirectory) -> AsyncIterator[GatewayChild]:
-    command = [sys.executable, "-m", "afield", "gateway", "--json", "--exit-with-parent"]
-    command += [
-        "--model",
-        config.model,
-        "--engine",
-        config.engine,
-        "--port",
-        str(config.gateway_port),
-        "--store",
-        str(run.gateway),
-    ]
-    command += ["--slots", str(config.engine_slots), "--seed", str(config.seed)]
-    command += ["--engine-dtype", config.engine_dtype]
-    command += ["--host", config.gateway_host, "--max-rewards", str(config.max_rewards)]
-    command += ["--max-submission-mb", str(config.max_submission_mb)]
-    command += ["--keep-sessions-h", str(config.keep_sessions_h or 0)]
-    command += ["--durable"] if config.durable else []
-    command += ["--path-keys"] if config.path_keys else []
-    if config.gateway_url:
-        command += ["--public-url", config.gateway_url]
-    environment = agent_environment()
-    if config.delivery == "gateway":
-        spec = config.outcomes if "://" in config.outcomes else f"files://{run.outcomes}"
-        environment["AFIELD_OUTCOMES"] = spec
-    if config.record_engine_calls:
-        command += ["--record-engine-calls", str(run.path / "engine-calls.jsonl")]
     run.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     log_path = run.logs / "gateway.log"
     with log_path.open("ab") as log:
         process = await asyncio.create_subprocess_exec(
-            *command,
+            *factory.COMMAND,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=log,
-            env=environment,
+            env=agent_environment(),
             start_new_session=True,
         )
+    assert process.stdin is not None
+    process.stdin.write(factory.gateway_settings(config, run).to_json() + b"\n")
     try:
         yield GatewayChild(process, log_path)
     finally:
@@ -151,8 +127,8 @@ class RunBuilder:
         self.config = config
         self.run = run
         self.stack = stack
-        self.rollout_config = factory.plan(config, run)
-        self.window = factory.window(config, tasks)
+        self.rollout_config = factory.rollout_config(config, run)
+        self.window = factory.staleness_window(config, tasks)
         self.schedule = Schedule(tasks, self.rollout_config.exp_id, config.seed, config.shuffle)
         self.run_state = stack.enter_context(RunState(run.run_state, durable=run.durable))
         self.rollout_store = RolloutStore(run.rollout_store, durable=run.durable)
@@ -224,7 +200,7 @@ async def training(
     observer: RolloutObserver,
     on_step: Callable[[StepMetrics], None],
     *,
-    part: RunRole = RunRole.ALL,
+    role: RunRole = RunRole.ALL,
     admin_key: str | None = None,
     val_tasks: Sequence[Task] = (),
 ) -> AsyncIterator[TrainingRun]:
@@ -235,17 +211,17 @@ async def training(
         places = child = None
         if not config.gateway:
             child = await stack.enter_async_context(gateway_child(config, run))
-        if part is not RunRole.LEARN:
+        if role is not RunRole.LEARN:
             carrier = await stack.enter_async_context(factory.transport(config, run))
             places = AgentRuntimes(
-                factory.runtime(config, run, carrier), factory.verifiers(config, run, carrier), carrier
+                factory.runtime(config, run, carrier), factory.verifier_runtime(config, run, carrier), carrier
             )
             for place in places.all:
                 await stack.enter_async_context(place)
         # What keeps agents from starting is told at once, not when the gateway is there. A trainer that has
         # begun to load cannot be stopped, and would have to be waited for.
         checks = [asyncio.create_task(place.check()) for place in places.all] if places else []
-        learning = asyncio.create_task(_trainer(config, checks)) if part is not RunRole.COLLECT else None
+        learning = asyncio.create_task(_trainer(config, checks)) if role is not RunRole.COLLECT else None
         stack.push_async_callback(_settle, *checks, *([learning] if learning else []))
         gateway = await stack.enter_async_context(
             await run_with_checks(connect_gateway(config, child, admin_key), *map(_done, checks))
@@ -281,24 +257,24 @@ async def run_with_checks(wanted: Coroutine[None, None, T], *checks: Coroutine[N
 
 async def connect_gateway(config: TrainConfig, child: GatewayChild | None, admin_key: str | None) -> Any:
     """A client of our own gateway, or of one that others run: that one may go away and come back."""
-    made = factory.load("gateway.client:HttpGateway")
     if child is not None:
-        told = await child.ready()
-        return made(told["local_url"], told["admin_key"])
+        address = await child.ready()
+        return factory.gateway_client(address["local_url"], address["admin_key"])
     if not admin_key:
         raise UsageError(f"the gateway at {config.gateway} takes an admin key: set AFIELD_ADMIN_KEY")
-    return made(config.gateway, admin_key, unavailable_timeout_s=config.unavailable_timeout_s)
+    return factory.gateway_client(
+        config.gateway, admin_key, unavailable_timeout_s=config.unavailable_timeout_s
+    )
 
 
 async def check_gateway(config: TrainConfig, run: RunDirectory, admin_key: str | None) -> None:
     """Whether there is a gateway and it takes the key. A run that goes on has seen it, and has patience."""
-    made = factory.load("gateway.client:HttpGateway")
     unavailable_timeout_s = (
         config.unavailable_timeout_s if run.has_begun else min(config.unavailable_timeout_s, FIRST_ANSWER_S)
     )
     delivers = config.delivery == "gateway"
-    async with made(
-        config.gateway, admin_key, unavailable_timeout_s=unavailable_timeout_s, delivers=delivers
+    async with factory.gateway_client(
+        config.gateway, admin_key or "", unavailable_timeout_s=unavailable_timeout_s, delivers=delivers
     ) as gateway:
         await gateway.version()
 

@@ -14,9 +14,9 @@ import pytest
 from tests.contracts.runtime_contract import controller
 from tests.runtimes.test_kubernetes_contract import made
 
-from afield.options import KubernetesOptions, Limits
 from afield.runtimes.registry import SessionRegistry, TrackedRuntime
-from afield.settings import TrainConfig
+from afield.settings.runtimes import KubernetesOptions, ResourceLimits
+from afield.settings.train import TrainConfig
 from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt
 from agents.places import ACTING, Place, Spec
@@ -44,7 +44,7 @@ class Cluster:
             image=image_of(kube, f"{ACTING}:act"),
             namespace=NAMESPACE,
             kubeconfig=str(kube.kubeconfig),
-            limits=Limits(cpus=0.5, memory_mb=300),
+            limits=ResourceLimits(cpus=0.5, memory_mb=300),
         )
         self.run.mkdir(parents=True)
         config = TrainConfig(model="m", runtime="kubernetes", kubernetes=options)

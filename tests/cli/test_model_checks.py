@@ -18,7 +18,7 @@ from afield.cli.main import main
 from afield.gateway.client import HttpGateway
 from afield.interfaces import SessionSpec
 from afield.orchestrator.state import RunDirectory
-from afield.settings import train_config
+from afield.settings.train import train_config
 from afield.training_run import gateway_child
 from support.gateways import POLICY
 from support.processes import AGENTS, afield, command, finish, start, summary, unlearned, write_tasks

@@ -17,7 +17,7 @@ from afield.orchestrator.state import RunDirectory
 from afield.orchestrator.training_loop import StepMetrics
 from afield.sdk.classify import attributed
 from afield.sdk.results import read_result
-from afield.settings import train_config
+from afield.settings.train import train_config
 from afield.types import Failure, FailureKind, Outcome, Reason, Rollout, Task
 
 LINE = StepMetrics(
@@ -57,8 +57,8 @@ def test_a_wrong_option_is_answered_in_two_lines_with_the_nearest(capsys: pytest
     with pytest.raises(SystemExit) as ended:
         main(["train", "agent.py:agent", "--stepz=3"])
     assert ended.value.code == 2
-    told = "afield train: does not understand --stepz=3; did you mean --steps?"
-    assert capsys.readouterr().err.splitlines() == [told, "afield train --help lists what there is"]
+    told = "afield train: unknown argument --stepz=3; did you mean --steps?"
+    assert capsys.readouterr().err.splitlines() == [told, "see afield train --help"]
 
 
 def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

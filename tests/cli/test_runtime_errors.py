@@ -10,9 +10,9 @@ import afield
 from afield import sandbox
 from afield.cli.main import main
 from afield.errors import UsageError
-from afield.options import KubernetesOptions
 from afield.runtimes.kubernetes.runtime import KubernetesRuntime
 from afield.runtimes.process import ProcessRuntime
+from afield.settings.runtimes import KubernetesOptions
 from support.client_gateway import place
 from support.gateways import ADMIN, POLICY
 from support.processes import AGENTS, write_tasks

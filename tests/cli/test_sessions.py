@@ -25,7 +25,7 @@ from afield.interfaces.runtime import Phase
 from afield.runtimes.process import ProcessRuntime
 from afield.runtimes.registry import ProcessRef, SessionRegistry, TrackedRuntime
 from afield.runtimes.remote import ServedRuntime
-from afield.settings import TrainConfig
+from afield.settings.train import TrainConfig
 from afield.types import Attempt
 from agents.invoking import invocation, payload
 from agents.places import ACTING, AGENTS, alive

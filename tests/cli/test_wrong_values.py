@@ -47,7 +47,7 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> i
         (("--epochs", "2", "--steps", "3"), "give one of them"),
         (("--gateway", "localhost:8400"), "must be an address"),
         (("--gateway", "http://127.0.0.1:1"), "AFIELD_ADMIN_KEY"),
-        (("--part", "collect"), "--gateway URL"),
+        (("--role", "collect"), "--gateway URL"),
         (("--runtime", "served=http://"), "served=http://HOST:PORT"),
         (("--runtime", "served=http://127.0.0.1:1,elsewhere"), "served=http://HOST:PORT"),
     ],
@@ -68,7 +68,7 @@ def test_a_gateway_that_is_not_there_is_said_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("AFIELD_ADMIN_KEY", "k")
-    (tmp_path / "c.toml").write_text("[train]\npatience_s = 0.5\n")
+    (tmp_path / "c.toml").write_text("[train]\nunavailable_timeout_s = 0.5\n")
     where = ("--config", str(tmp_path / "c.toml"), "--gateway", "http://127.0.0.1:1")
     assert refused(tmp_path, monkeypatch, *where) == 1
     assert "the gateway at http://127.0.0.1:1 does not answer" in capsys.readouterr().err

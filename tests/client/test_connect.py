@@ -18,14 +18,15 @@ from afield import connect, factory
 from afield.client import RolloutFuture
 from afield.errors import UsageError
 from afield.ratelimit import LocalLimiter, RateLimits
-from afield.settings import TrainConfig, converted
+from afield.settings.train import TrainConfig
+from afield.settings.values import converted
 from support.client_gateway import Place, place, yes
 from support.gateways import ADMIN
 from support.paths import ROOT
 from support.processes import AGENTS
 
 PAGE = ROOT / "docs" / "how-to" / "rollout-client.md"
-EXAMPLE = PAGE.parent.parent / "examples" / "client" / "best_of.py"
+EXAMPLE = ROOT / "examples" / "client" / "best_of.py"
 AGENT = f"{AGENTS / 'leaving_marks.py'}:agent"
 
 
@@ -139,7 +140,7 @@ def test_the_page_lists_what_open_takes_and_what_a_future_has() -> None:
     takes = inspect.signature(connect.client).parameters
     assert named == set(takes) - {"values"}
     further = set(re.findall(r"`(\w+)`", told.partition("Further names")[2]))
-    assert further <= {*connect.PLANNED, *connect.LATE} and further >= set(connect.LATE)
+    assert further <= {*connect.VALUES, *connect.TIMEOUTS} and further >= set(connect.TIMEOUTS)
     futures = text.partition("## Futures\n")[2].partition("Failures are")[0]
     has = {name for row in re.findall(r"^\| (`.*?) \|", futures, re.M) for name in re.findall(r"`(\w+)", row)}
     public = {name for name in dir(RolloutFuture) if not name.startswith("_")}

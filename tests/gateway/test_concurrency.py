@@ -27,8 +27,7 @@ pytestmark = pytest.mark.anyio
 # A process that leaves its link alone until a line comes after its settings, and then counts what is on it.
 BUSY_SHARD = """
 import socket, sys
-link = socket.socket(fileno=int(sys.argv[sys.argv.index("--shard-link") + 1]))
-sys.stdin.readline()
+link = socket.socket(fileno=int(sys.stdin.readline()))
 print("up", flush=True)
 sys.stdin.readline()
 received = 0
@@ -43,7 +42,9 @@ while True:
 
 @asynccontextmanager
 async def busy_process() -> AsyncIterator[Process]:
-    process = Process([sys.executable, "-c", BUSY_SHARD], 0, {})
+    process = Process(
+        [sys.executable, "-c", BUSY_SHARD], 0, {}, first_line=lambda index, link: b"%d\n" % link
+    )
     assert await process.start() == b"up\n"
     try:
         yield process

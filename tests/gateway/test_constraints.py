@@ -444,8 +444,8 @@ def test_cached_grammar_gives_the_same_masks(sampler: Sampler) -> None:
 
 
 def test_trainers_without_masks_exclude_constrained_turns() -> None:
-    from afield.integrations.verl.settings import Settings
+    from afield.integrations.verl.settings import VerlSettings
 
-    assert Settings(agent="a").constrained_turns == "exclude"
+    assert VerlSettings(agent="a").constrained_turns == "exclude"
     with pytest.raises(ValueError, match="veRL rescores without the masks"):
-        Settings(agent="a", constrained_turns="train")
+        VerlSettings(agent="a", constrained_turns="train")

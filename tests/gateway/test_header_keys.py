@@ -16,7 +16,7 @@ import pytest
 from tests.gateway.test_shards import gateway as sharded_gateway
 from tests.gateway.test_shards import hello, kill_one
 
-from afield.cli.logs import without_keys
+from afield.cli.log_format import without_keys
 from afield.engines.scripted import ScriptedEngine
 from afield.errors import Conflict, Unavailable, UsageError
 from afield.gateway.client import HttpGateway

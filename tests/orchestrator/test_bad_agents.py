@@ -24,7 +24,7 @@ def train(cwd: Path, hows: list[str], *options: object) -> tuple[int, str, str]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """One step in which every agent goes wrong in another way, a fresh process each."""
     cwd = tmp_path_factory.mktemp("bad")
-    alone = ("--process-per-rollout", "--concurrency", 4, "--attempt-timeout-s", 8)
+    alone = ("--process-per-rollout", "--concurrency", 4, "--attempt-timeout", 8)
     code, out, err = train(cwd, list(HOWS), "--steps", 1, "--tasks-per-step", len(HOWS), *alone)
     assert code == 0, err
     assert (summary(out)["rollouts"], summary(out)["failed"]) == (12, 10)

@@ -27,7 +27,7 @@ from afield.orchestrator.groups import (
 from afield.orchestrator.state import RolloutStore, RunDirectory
 from afield.ratelimit import RateLimits, SharedLimiter
 from afield.sdk.agent import Context
-from afield.settings import train_config
+from afield.settings.train import train_config
 from afield.types import Attempt, Outcome, Policy, Rollout, RolloutResult, Sampling, Split, Task
 from support.gateways import POLICY
 from support.in_process_collection import bench, good
@@ -55,7 +55,7 @@ def test_what_a_collector_has_collected_survives_a_wrong_command(
     write_tasks(tmp_path / "tasks.jsonl", [{"id": "q"}])
     made = ["train", f"{AGENTS / 'slow_agent.py'}:agent", "--tasks", "tasks.jsonl", "--model", str(POLICY)]
     made += ["--run", "one", "--gateway", "http://127.0.0.1:9"]
-    assert main([*made, "--part", "collect"]) == 2  # no admin key
+    assert main([*made, "--role", "collect"]) == 2  # no admin key
     run = RunDirectory(tmp_path / "runs" / "one")
     RolloutStore(run.rollout_store).put(
         RolloutResult(rollout=rollout("one-e0-q-r0"), outcome=outcome("one-e0-q-r0"))

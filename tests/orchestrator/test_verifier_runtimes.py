@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from tests.orchestrator.test_verifier import court, half, hand_in
 
-from afield.options import SandboxOptions
 from afield.runtimes.process import ProcessRuntime
 from afield.runtimes.sandbox import SandboxRuntime
+from afield.settings.runtimes import SandboxOptions
 from afield.types import Attempt, FailureKind
 from support.processes import AGENTS
 from support.sandboxes import needs_bubblewrap

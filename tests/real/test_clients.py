@@ -15,7 +15,7 @@ import pytest
 from afield.conformance.clients import CLIENTS
 from afield.conformance.families import CHATML, QWEN, TemplateFamily
 from afield.conformance.suite import check
-from afield.settings import Environment
+from afield.settings.environment import Environment
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 

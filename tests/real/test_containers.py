@@ -19,10 +19,10 @@ from tests.contracts.runtime_contract import RuntimeContract, controller
 from afield.errors import InfrastructureFailure, NotFound, Unavailable, UsageError
 from afield.interfaces.runtime import Phase
 from afield.interfaces.sandbox import MAX_DOWNLOAD_BYTES
-from afield.options import Limits
 from afield.runtimes.docker.engine import name_of
 from afield.runtimes.docker.runtime import ContainerRuntime
 from afield.runtimes.docker.sandbox import ContainerSandbox
+from afield.settings.runtimes import ResourceLimits
 from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, Reason
 from agents.places import BOUND_S, Place, Spec
@@ -397,7 +397,7 @@ async def test_what_is_no_plain_file_or_has_no_end_is_not_waited_for(here: Here)
 
 
 async def test_a_sandbox_has_no_rights_no_network_and_its_limits(here: Here) -> None:
-    limits = Limits(memory_mb=128, pids=20, disk_mb=8, files=None)
+    limits = ResourceLimits(memory_mb=128, pids=20, disk_mb=8, files=None)
     async with here.sandbox(limits=limits) as sandbox:
         status = (await sandbox.exec("cat /proc/self/status")).stdout
         assert "CapEff:\t0000000000000000" in status
@@ -412,7 +412,9 @@ async def test_a_sandbox_has_no_rights_no_network_and_its_limits(here: Here) -> 
 
 async def test_what_forks_without_end_is_ended(here: Here) -> None:
     bomb = "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass"
-    async with here.sandbox(limits=Limits(memory_mb=512, pids=30, disk_mb=None, files=None)) as sandbox:
+    async with here.sandbox(
+        limits=ResourceLimits(memory_mb=512, pids=30, disk_mb=None, files=None)
+    ) as sandbox:
         ran = await sandbox.exec(["python3", "-c", bomb], timeout=3)
         assert ran.timed_out
         assert (await sandbox.exec("echo still here; ps axo args")).stdout.startswith("still here\n")

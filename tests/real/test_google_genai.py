@@ -15,7 +15,7 @@ from afield.conformance.foreign.suites import GENAI
 from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.errors import Unavailable
 from afield.interfaces import SessionSpec
-from afield.settings import Environment
+from afield.settings.environment import Environment
 from support.gateways import POLICY, running, vocabulary
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]

@@ -12,7 +12,7 @@ import pytest
 from afield.conformance.environments import python_environment
 from afield.conformance.pins import TRITON
 from afield.errors import Unavailable
-from afield.settings import Environment
+from afield.settings.environment import Environment
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parent.parent.parent

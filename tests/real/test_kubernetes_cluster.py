@@ -18,8 +18,8 @@ import pytest
 
 from afield.errors import InfrastructureFailure
 from afield.interfaces.runtime import Phase
-from afield.options import KubernetesOptions
 from afield.runtimes.kubernetes.runtime import KubernetesRuntime
+from afield.settings.runtimes import KubernetesOptions
 from afield.types import Attempt
 from agents.invoking import invocation, payload
 

@@ -12,7 +12,7 @@ from afield.conformance.environments import python_environment
 from afield.conformance.pins import PYTHON
 from afield.engines.scripted import ScriptedEngine
 from afield.interfaces import SessionSpec
-from afield.settings import Environment
+from afield.settings.environment import Environment
 from support.dialect_session import calls, said
 from support.gateways import running
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from afield.errors import Unavailable, UsageError
 from afield.interfaces.weight_probe import read_weight_probe
-from afield.options import LoraOptions
+from afield.settings.trainer import LoraOptions
 from afield.trainers.fsdp.trainer import FSDPTrainer
 from afield.trainers.grpo import GRPO
 from afield.trajectories import linear

@@ -14,7 +14,7 @@ import pytest
 
 from afield.conformance.foreign.suite import check_suite
 from afield.conformance.foreign.suites import SUITES
-from afield.settings import Environment
+from afield.settings.environment import Environment
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 

@@ -20,7 +20,7 @@ import pytest
 from afield.chat import ChatTokenizer, TemplateRefusal
 from afield.chat.sample_conversations import TOOL, conversations
 from afield.chat.turn_suffix import ANCHOR
-from afield.settings import Environment
+from afield.settings.environment import Environment
 from support.client_requests import replayed
 from templates.models import write_template
 

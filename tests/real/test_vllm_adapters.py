@@ -23,7 +23,7 @@ from afield.errors import UsageError
 from afield.gateway.engine_pool import EnginePool
 from afield.interfaces import Chunk, Engine, GenerateRequest
 from afield.interfaces.weight_probe import read_weight_probe
-from afield.options import LoraOptions
+from afield.settings.trainer import LoraOptions
 from afield.trainers.model import PolicyModel
 from afield.types import FinishReason, Sampling
 from support.gateways import POLICY

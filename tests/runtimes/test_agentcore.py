@@ -22,11 +22,11 @@ from afield.agentcore_local.server import AgentCoreServer, AgentCoreServerOption
 from afield.errors import InfrastructureFailure, NotFound, RateLimited, TaskFailure, UsageError
 from afield.interfaces.runtime import Phase
 from afield.interfaces.sandbox import ExecResult
-from afield.options import AgentCoreOptions
 from afield.runtimes.agentcore.api import Api
 from afield.runtimes.agentcore.runtime import AgentCoreRuntime
 from afield.runtimes.agentcore.sandbox import AgentCoreSandbox
 from afield.runtimes.agentcore.sessions import Entry, SessionLedger
+from afield.settings.runtimes import AgentCoreOptions
 from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, Reason
 from agents.places import ACTING, AGENTS, Place, Spec

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from afield.errors import InfrastructureFailure, Unavailable, UsageError
 from afield.interfaces.runtime import Phase
-from afield.options import ContainerOptions, Limits
 from afield.runtimes.docker.engine import (
     LONGEST,
     death_of,
@@ -28,6 +27,7 @@ from afield.runtimes.docker.engine import (
 from afield.runtimes.docker.loopback import Relays, loopback_ports, readdressed
 from afield.runtimes.docker.runtime import ContainerRuntime
 from afield.runtimes.docker.sandbox import ContainerSandbox, Output
+from afield.settings.runtimes import ContainerOptions, ResourceLimits
 from afield.types import Attempt, Reason
 from agents.invoking import invocation, payload
 
@@ -55,15 +55,17 @@ def test_long_sessions_that_begin_alike_have_names_of_their_own() -> None:
 
 
 def test_only_what_is_set_is_enforced() -> None:
-    assert enforced(Limits()) == {"cpu", "memory", "pids", "disk"}
-    assert enforced(Limits(cpus=None, disk_mb=None)) == {"memory", "pids"}
-    config = host_config(ContainerOptions(limits=Limits(cpus=0.5, memory_mb=64, pids=9, disk_mb=3, files=77)))
+    assert enforced(ResourceLimits()) == {"cpu", "memory", "pids", "disk"}
+    assert enforced(ResourceLimits(cpus=None, disk_mb=None)) == {"memory", "pids"}
+    config = host_config(
+        ContainerOptions(limits=ResourceLimits(cpus=0.5, memory_mb=64, pids=9, disk_mb=3, files=77))
+    )
     assert config["nano_cpus"] == 500_000_000
     assert config["mem_limit"] == config["memswap_limit"] == 64 * 2**20
     assert config["pids_limit"] == 9
     assert config["ulimits"] == [{"Name": "nofile", "Soft": 77, "Hard": 77}]
     assert config["read_only"] and config["tmpfs"]["/tmp"] == "size=3m"
-    none = Limits(cpus=None, memory_mb=None, pids=None, disk_mb=None, files=None)
+    none = ResourceLimits(cpus=None, memory_mb=None, pids=None, disk_mb=None, files=None)
     free = host_config(ContainerOptions(limits=none))
     assert not {"nano_cpus", "mem_limit", "pids_limit", "ulimits", "read_only", "tmpfs"} & free.keys()
     assert free["cap_drop"] == ["ALL"] and free["security_opt"] == ["no-new-privileges"]
@@ -81,7 +83,7 @@ def test_only_what_is_set_is_enforced() -> None:
     ],
 )
 def test_a_death_is_told_in_words(state: dict[str, object], said: str) -> None:
-    assert said in death_of(state, Limits(memory_mb=64))
+    assert said in death_of(state, ResourceLimits(memory_mb=64))
 
 
 def test_engines_call_the_same_phase_by_different_names() -> None:

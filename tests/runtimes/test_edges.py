@@ -36,14 +36,16 @@ from afield.agentcore_local.sessions import Sessions, Wanted
 from afield.cli.main import main
 from afield.errors import InfrastructureFailure, Unavailable, UsageError
 from afield.interfaces.runtime import Phase
-from afield.options import Limits, SandboxOptions
 from afield.orchestrator.state import RunDirectory
 from afield.ratelimit import Unlimited
 from afield.runtimes.inline import InlineRuntime
 from afield.runtimes.process import ProcessRuntime
 from afield.runtimes.registry import ProcessRef, SessionRegistry, TrackedRuntime
 from afield.runtimes.sandbox import SandboxRuntime
-from afield.settings import Environment, TrainConfig, assigned, build
+from afield.settings.environment import Environment
+from afield.settings.runtimes import ResourceLimits, SandboxOptions
+from afield.settings.train import TrainConfig, build
+from afield.settings.values import assigned
 from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, Rollout, Task
 from agents.places import ACTING, Place
@@ -191,7 +193,7 @@ async def test_a_sandbox_for_which_no_file_is_left_says_so(sink: Sink, tmp_path:
 async def test_a_session_of_the_local_server_for_which_no_file_is_left_fails_alone(
     tmp_path: Path, isolation: str
 ) -> None:
-    cells = CellPlaces(tmp_path, Limits(), allow=(), mounts=(), warm=(), init_s=30)
+    cells = CellPlaces(tmp_path, ResourceLimits(), allow=(), mounts=(), warm=(), init_s=30)
     places: Places = PlainPlaces(tmp_path) if isolation == "none" else cells
     luck, counts = Luck({}, 0), Counts(time.monotonic)
     wanted = Wanted(image=Image(target=f"{ACTING}:act"), version="1", env={}, lifecycle=Lifecycle())
@@ -255,7 +257,7 @@ def test_verifiers_of_two_runs_are_told_apart(tmp_path: Path) -> None:
     for run in ("one", "two"):
         carrier = FilesTransport(tmp_path)
         agents: Any = factory.runtime(config, RunDirectory(tmp_path / run), carrier)
-        judges: Any = factory.verifiers(config, RunDirectory(tmp_path / run), carrier)
+        judges: Any = factory.verifier_runtime(config, RunDirectory(tmp_path / run), carrier)
         names |= {agents.runtime._name, judges.runtime._name}
     assert len(names) == 4
 
@@ -361,11 +363,11 @@ def test_agents_elsewhere_are_not_sent_to_a_gateway_that_only_this_machine_reach
     given: dict[str, Any],
 ) -> None:
     with pytest.raises(UsageError, match=r"127\.0\.0\.1.*gateway_url"):
-        factory.check_reach(TrainConfig(model="m", **given))
+        factory.check_reachable(TrainConfig(model="m", **given))
     ways: tuple[dict[str, Any], ...] = (
         {"gateway": "http://gateway.example:8400"},
         {"gateway_url": "http://me.example:8400", "gateway_port": 8400},
         {"gateway_host": "0.0.0.0"},
     )
     for reached in ways:
-        factory.check_reach(TrainConfig(model="m", **given, **reached))
+        factory.check_reachable(TrainConfig(model="m", **given, **reached))

@@ -14,8 +14,8 @@ import pytest
 
 from afield.errors import InfrastructureFailure, TaskFailure
 from afield.interfaces.runtime import Exit, Phase
-from afield.options import Limits
 from afield.runtimes.kubernetes.objects import label_of, name_of
+from afield.settings.runtimes import ResourceLimits
 from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, FailureKind, Reason
 from agents.sink import Sink
@@ -210,7 +210,10 @@ async def test_a_secret_that_is_not_there_is_known_early(kube: FakeKube, sink: S
 
 @pytest.mark.parametrize(
     ("more", "said"),
-    [({"node_selector": {"zone": "b"}}, "didn't match"), ({"limits": Limits(cpus=100)}, "Insufficient cpu")],
+    [
+        ({"node_selector": {"zone": "b"}}, "didn't match"),
+        ({"limits": ResourceLimits(cpus=100)}, "Insufficient cpu"),
+    ],
 )
 async def test_a_pod_that_no_node_takes_is_known_early(
     kube: FakeKube, sink: Sink, more: dict[str, Any], said: str

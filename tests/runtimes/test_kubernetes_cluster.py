@@ -11,8 +11,8 @@ import pytest
 
 from afield.errors import InfrastructureFailure, RateLimited
 from afield.interfaces.runtime import Phase
-from afield.options import KubernetesOptions
 from afield.runtimes.kubernetes.objects import job_for, name_of
+from afield.settings.runtimes import KubernetesOptions
 from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, Reason
 from agents.places import ACTING

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tests.contracts.runtime_contract import RuntimeContract
 
-from afield.options import KubernetesOptions, Limits
 from afield.runtimes.kubernetes.runtime import KubernetesRuntime
+from afield.settings.runtimes import KubernetesOptions, ResourceLimits
 from agents.places import ACTING, Place, Spec
 from agents.sink import Sink
 from support.fake_kube import NAMESPACE
@@ -24,7 +24,7 @@ def made(kubeconfig: str, image: str, log_dir: str, **more: Any) -> KubernetesRu
         image=image,
         namespace=NAMESPACE,
         kubeconfig=kubeconfig,
-        limits=Limits(cpus=0.5, memory_mb=300),
+        limits=ResourceLimits(cpus=0.5, memory_mb=300),
         **more,
     )
     return KubernetesRuntime(options, name="the run", log_dir=Path(log_dir), poll_s=0.1)

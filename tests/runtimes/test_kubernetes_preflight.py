@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from afield.errors import UsageError
-from afield.options import KubernetesOptions
 from afield.runtimes.kubernetes.preflight import NEEDED
 from afield.runtimes.kubernetes.runtime import KubernetesRuntime
+from afield.settings.runtimes import KubernetesOptions
 from support.fake_kube import NAMESPACE, FakeKube
 from support.kubernetes import asked, fake_kube, jobs, runtime_on
 from support.paths import ROOT

@@ -13,9 +13,9 @@ from tests.contracts.runtime_contract import RuntimeContract
 
 from afield.errors import InfrastructureFailure, TaskFailure, UsageError
 from afield.interfaces.runtime import Phase
-from afield.options import Limits, SandboxOptions
 from afield.runtimes.sandbox import SandboxRuntime
 from afield.sandbox import cgroups
+from afield.settings.runtimes import ResourceLimits, SandboxOptions
 from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, Reason
 from agents.invoking import invocation, payload
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.anyio
 
 def made(target: str, folder: str) -> SandboxRuntime:
     """For the contract: also called by a controller in a process of its own."""
-    options = SandboxOptions(limits=Limits(memory_mb=256))
+    options = SandboxOptions(limits=ResourceLimits(memory_mb=256))
     return SandboxRuntime(target, options, log_dir=Path(folder) / "logs")
 
 
@@ -155,7 +155,7 @@ def agent(task):
         return 0.5
 """
     script = written(tmp_path / "agent", source)
-    async with sandboxed(tmp_path, f"{script}:agent", limits=Limits(pids=32)) as runtime:
+    async with sandboxed(tmp_path, f"{script}:agent", limits=ResourceLimits(pids=32)) as runtime:
         place = Place(runtime, sink.transport, sink)
         attempt = await place.launch({})
         assert (await place.wait(attempt)).failure is None

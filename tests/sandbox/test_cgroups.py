@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from afield.options import Limits
 from afield.process_tree import start_time
 from afield.sandbox import cgroups
+from afield.settings.runtimes import ResourceLimits
 
-LIMITS = Limits(cpus=0.5, memory_mb=64, pids=10)
+LIMITS = ResourceLimits(cpus=0.5, memory_mb=64, pids=10)
 
 
 def machine(tmp_path: Path, mounts: str, own: str) -> Path:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from afield.interfaces.runtime import Exit
-from afield.options import SandboxOptions
 from afield.runtimes.sandbox import SandboxRuntime
+from afield.settings.runtimes import SandboxOptions
 from afield.transports.stores.files import FilesTransport
 from agents.places import Place
 from agents.sink import Sink

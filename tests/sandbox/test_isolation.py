@@ -15,10 +15,10 @@ import anyio
 import pytest
 from anyio.abc import SocketAttribute, SocketStream
 
-from afield.options import Limits
 from afield.sandbox.bwrap import WORK
 from afield.sandbox.messages import ProcessExit, Program
 from afield.sandbox.process import SandboxProcess
+from afield.settings.runtimes import ResourceLimits
 from support.sandboxes import arguments_of_all, needs_bubblewrap, nest_of, written
 
 pytestmark = [pytest.mark.anyio, needs_bubblewrap]
@@ -28,7 +28,7 @@ IDLE = "import threading\nthreading.Event().wait()\n"
 
 
 async def ran(
-    tmp_path: Path, source: str, *, limits: Limits | None = None, **start: object
+    tmp_path: Path, source: str, *, limits: ResourceLimits | None = None, **start: object
 ) -> tuple[ProcessExit, str]:
     """A script to its end: how it ended, and what it printed."""
     program = Program(script=str(written(tmp_path / "program", source)), port=0)
@@ -40,7 +40,7 @@ async def ran(
 
 
 @asynccontextmanager
-async def commands(tmp_path: Path, limits: Limits | None = None) -> AsyncIterator[SandboxProcess]:
+async def commands(tmp_path: Path, limits: ResourceLimits | None = None) -> AsyncIterator[SandboxProcess]:
     async with nest_of(tmp_path, Program(), limits) as nest:
         yield await nest.start("s")
 
@@ -287,7 +287,7 @@ for family, address in ((socket.AF_UNIX, "\\0{CANARY}"), (40, (2, 1024))):
 
 async def test_too_much_memory_is_an_end_that_names_it(tmp_path: Path) -> None:
     source = "eaten = [b'x' * 2**20 for _ in range(2000)]\n"
-    ended, _ = await ran(tmp_path, source, limits=Limits(memory_mb=128))
+    ended, _ = await ran(tmp_path, source, limits=ResourceLimits(memory_mb=128))
     assert not ended.clean
     assert "memory" in f"{ended} {ended.said}".lower()
 
@@ -304,13 +304,13 @@ try:
 except OSError as error:
     print("stopped", born, error, flush=True)
 """
-    ended, printed = await ran(tmp_path, source, limits=Limits(pids=40))
+    ended, printed = await ran(tmp_path, source, limits=ResourceLimits(pids=40))
     assert ended.clean, printed
     assert 20 <= int(printed.split("stopped ")[1].split()[0]) <= 42
 
 
 async def test_the_disk_is_full_at_its_limit_in_bytes_and_in_files(tmp_path: Path) -> None:
-    async with commands(tmp_path, Limits(disk_mb=16)) as cell:
+    async with commands(tmp_path, ResourceLimits(disk_mb=16)) as cell:
         fill_work = f"head -c 7000000 /dev/zero > {WORK}/x"
         fill = "for i in 1 2 3; do head -c 7000000 /dev/zero > {}/$i || exit 1; done"
         assert not (await cell.exec(fill.format("/tmp"))).ok
@@ -323,7 +323,7 @@ async def test_the_disk_is_full_at_its_limit_in_bytes_and_in_files(tmp_path: Pat
 
 async def test_open_files_meet_their_limit(tmp_path: Path) -> None:
     source = "held = [open('/dev/null') for _ in range(500)]\n"
-    ended, printed = await ran(tmp_path, source, limits=Limits(files=100))
+    ended, printed = await ran(tmp_path, source, limits=ResourceLimits(files=100))
     assert not ended.clean
     assert "Too many open files" in printed
 
@@ -338,7 +338,7 @@ used = os.times()
 print(json.dumps({"share": (used.user + used.system) / (time.monotonic() - began)}))
 """
     program = Program(script=str(written(tmp_path / "program", source)), port=0)
-    async with nest_of(tmp_path, program, Limits(cpus=0.25)) as nest:
+    async with nest_of(tmp_path, program, ResourceLimits(cpus=0.25)) as nest:
         if "cpu" not in nest.limited:
             pytest.skip("no control group for processors can be made here")
         cell = await nest.start("s")

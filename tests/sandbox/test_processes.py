@@ -14,9 +14,9 @@ import anyio
 import pytest
 
 from afield.errors import InfrastructureFailure, NotFound, UsageError
-from afield.options import Limits
 from afield.sandbox.bwrap import WORK
 from afield.sandbox.messages import Program
+from afield.settings.runtimes import ResourceLimits
 from agents.places import ACTING, serving, until
 from support.sandboxes import arguments_of_all, groups_left, keeper_of, needs_bubblewrap, nest_of, written
 
@@ -34,11 +34,11 @@ import asyncio, sys
 from pathlib import Path
 from afield.sandbox.fork_server import Nest
 from afield.sandbox.messages import Program
-from afield.options import Limits
+from afield.settings.runtimes import ResourceLimits
 
 async def main():
     directory, logs, mark = sys.argv[1:]
-    nest = Nest(Program(), Limits(), directory=Path(directory), log_dir=Path(logs))
+    nest = Nest(Program(), ResourceLimits(), directory=Path(directory), log_dir=Path(logs))
     async with nest:
         for n in range(3):
             cell = await nest.start(f"s{n}")
@@ -54,10 +54,10 @@ from pathlib import Path
 from afield.sandbox.fork_server import Nest
 from afield.sandbox.messages import Program
 from afield.errors import UsageError
-from afield.options import Limits
+from afield.settings.runtimes import ResourceLimits
 
 async def main():
-    async with Nest(Program(), Limits(), directory=Path({directory!r}), log_dir=Path({logs!r})):
+    async with Nest(Program(), ResourceLimits(), directory=Path({directory!r}), log_dir=Path({logs!r})):
         pass
 
 try:
@@ -347,7 +347,7 @@ async def test_nothing_is_left_when_the_controller_or_the_keeper_is_killed(
             with contextlib.suppress(ProcessLookupError):
                 controller.kill()
     if victim == "keeper":  # Nobody was left to clean up: the next one does it.
-        async with nest_of(tmp_path, Program(), Limits()):
+        async with nest_of(tmp_path, Program(), ResourceLimits()):
             pass
     await until(lambda: not any(group.exists() for group in made))
     if victim == "controller":

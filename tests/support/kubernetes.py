@@ -12,8 +12,8 @@ from typing import Any
 import anyio
 import pytest
 
-from afield.options import KubernetesOptions, Limits
 from afield.runtimes.kubernetes.runtime import KubernetesRuntime
+from afield.settings.runtimes import KubernetesOptions, ResourceLimits
 from agents.places import ACTING, BOUND_S, Place
 from agents.sink import Sink
 from support.fake_kube import NAMESPACE, FakeKube
@@ -54,7 +54,11 @@ def image_of(kube: FakeKube, target: str) -> str:
 def runtime_on(
     kube: FakeKube, name: str = "run", start_timeout_s: float = 60.0, **more: Any
 ) -> KubernetesRuntime:
-    given = {"image": image_of(kube, f"{ACTING}:act"), "limits": Limits(cpus=0.5, memory_mb=300), **more}
+    given = {
+        "image": image_of(kube, f"{ACTING}:act"),
+        "limits": ResourceLimits(cpus=0.5, memory_mb=300),
+        **more,
+    }
     options = KubernetesOptions(namespace=NAMESPACE, kubeconfig=str(kube.kubeconfig), **given)
     log_dir = kube.folder / "kept"
     return KubernetesRuntime(options, name=name, log_dir=log_dir, start_timeout_s=start_timeout_s, poll_s=0.1)

@@ -25,9 +25,9 @@ from msgspec import Struct
 from requests.exceptions import RequestException
 
 from afield.errors import Unavailable
-from afield.options import ContainerOptions, Limits
 from afield.runtimes.docker.engine import RUN
 from afield.runtimes.docker.runtime import ContainerRuntime
+from afield.settings.runtimes import ContainerOptions, ResourceLimits
 from support.paths import ROOT, TESTS
 from support.servers import CACHE, Server
 
@@ -51,7 +51,7 @@ class Podman(Struct, frozen=True):
             "command": (*serve, "--host", "0.0.0.0", "--port", "8080"),
             "mounts": (f"{ROOT / 'src'}:/src:ro", f"{AGENTS}:/agents:ro"),
             "env": {"PYTHONPATH": "/src", "PYTHONDONTWRITEBYTECODE": "1"},
-            "limits": Limits(memory_mb=256, disk_mb=None, files=None),
+            "limits": ResourceLimits(memory_mb=256, disk_mb=None, files=None),
         }
         return ContainerOptions(**{**given, **changes})
 

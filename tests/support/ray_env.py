@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from afield.conformance.environments import python_environment
-from afield.options import RayOptions
 from afield.runtimes.ray.runtime import RayRuntime
-from afield.settings import Environment
+from afield.settings.environment import Environment
+from afield.settings.runtimes import RayOptions
 from support.paths import ROOT
 
 TESTING = ("anyio", "hypothesis", "pytest", "pytest-timeout")

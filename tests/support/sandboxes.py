@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from afield.options import Limits
 from afield.sandbox.cgroups import PREFIX
 from afield.sandbox.fork_server import ForkServer, new_socket_directory
 from afield.sandbox.messages import Program
+from afield.settings.runtimes import ResourceLimits
 
 if shutil.which("bwrap") is None and os.environ.get("CI"):
     raise RuntimeError("CI runs the tests of sandboxes: install bubblewrap")
@@ -24,11 +24,11 @@ needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no 
 
 @asynccontextmanager
 async def nest_of(
-    tmp_path: Path, program: Program, limits: Limits | None = None, timeout_s: float = 60.0
+    tmp_path: Path, program: Program, limits: ResourceLimits | None = None, timeout_s: float = 60.0
 ) -> AsyncIterator[ForkServer]:
     nest = ForkServer(
         program,
-        limits or Limits(),
+        limits or ResourceLimits(),
         directory=new_socket_directory(),
         log_dir=tmp_path / "logs",
         start_timeout_s=timeout_s,

@@ -12,8 +12,8 @@ import aiohttp
 import anyio
 import pytest
 
-from afield.options import KubernetesOptions
 from afield.runtimes.kubernetes.objects import job_for
+from afield.settings.runtimes import KubernetesOptions
 from support.fake_kube import NAMESPACE, TOKEN, FakeKube
 from support.fake_kube_store import Problem, matches
 from support.kubernetes import fake_kube, until

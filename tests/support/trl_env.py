@@ -7,7 +7,7 @@ from pathlib import Path
 
 from afield.conformance.environments import python_environment
 from afield.conformance.pins import TRL
-from afield.settings import Environment
+from afield.settings.environment import Environment
 from support.paths import ROOT
 
 

@@ -12,7 +12,7 @@ import pytest
 from afield.conformance.environments import python_environment
 from afield.conformance.pins import VERL
 from afield.errors import Unavailable
-from afield.settings import Environment
+from afield.settings.environment import Environment
 from support.paths import ROOT
 
 SOURCES = (ROOT / "src", ROOT / "tests", ROOT / "tests" / "verl_cpu")

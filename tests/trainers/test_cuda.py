@@ -14,8 +14,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from afield.engines.torch import decode_kernels
 from afield.engines.torch.engine import TorchEngine
-from afield.options import LoraOptions
 from afield.rounding import Rounding, rounded
+from afield.settings.trainer import LoraOptions
 from afield.trainers.grpo import GRPO
 from afield.trainers.logprobs import chunked_logprobs, gather_hidden
 from afield.trainers.packing import pack

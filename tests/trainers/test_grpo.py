@@ -11,8 +11,8 @@ from msgspec import NODEFAULT, structs
 
 from afield import factory
 from afield.errors import UsageError
-from afield.options import LoraOptions, TrainerOptions
-from afield.settings import build
+from afield.settings.train import build
+from afield.settings.trainer import LoraOptions, TrainerOptions
 from afield.trainers.frozen import Frozen
 from afield.trainers.grpo import GRPO
 from afield.trainers.losses import DEFAULT_CLIP

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 from afield.demo import shop
 from afield.errors import UsageError
-from afield.options import LoraOptions
 from afield.orchestrator.state import find_run
 from afield.rounding import Rounding
+from afield.settings.trainer import LoraOptions
 from afield.trainers.model import PolicyModel
 from support.gateways import POLICY
 from support.processes import afield, write_tasks

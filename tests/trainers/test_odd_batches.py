@@ -18,7 +18,9 @@ from afield.cli.train import add, resume, save_config
 from afield.errors import Unavailable, UsageError
 from afield.orchestrator.state import RunDirectory, RunState
 from afield.sdk.agent import Context
-from afield.settings import Environment, assigned, train_config
+from afield.settings.environment import Environment
+from afield.settings.train import train_config
+from afield.settings.values import assigned
 from afield.trainers.batch import to_batch
 from afield.trainers.grpo import GRPO
 from afield.trainers.micro_batches import MicroBatch, split_micro_batches, token_logprobs

@@ -20,9 +20,9 @@ from afield.engines.torch.weights import read_weights
 from afield.factory import published_dtype
 from afield.gateway.engine_pool import common_dtype
 from afield.interfaces.weight_probe import read_weight_probe
-from afield.options import LoraOptions, TrainerOptions
 from afield.rounding import Rounding, measure_update, rounded
-from afield.settings import TrainConfig
+from afield.settings.train import TrainConfig
+from afield.settings.trainer import LoraOptions, TrainerOptions
 from afield.trainers.grpo import GRPO
 from afield.trainers.model import PolicyModel
 from afield.trainers.publication import Checkpoint, Rounder

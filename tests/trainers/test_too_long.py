@@ -11,7 +11,7 @@ from msgspec import structs
 
 from afield.engines.scripted import ScriptedEngine
 from afield.orchestrator import training_loop
-from afield.settings import TrainConfig
+from afield.settings.train import TrainConfig
 from afield.trainers.frozen import Frozen
 from afield.trainers.grpo import GRPO
 from afield.training_run import warn_context_mismatch

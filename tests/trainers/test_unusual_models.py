@@ -9,7 +9,7 @@ import torch
 from tests.trainers.test_model import CPU, apart, build, gradient
 
 from afield.errors import UsageError
-from afield.options import LoraOptions
+from afield.settings.trainer import LoraOptions
 from afield.trainers.logprobs import has_linear_head
 from afield.trainers.model import PolicyModel
 

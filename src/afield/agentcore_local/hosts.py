@@ -25,11 +25,11 @@ from msgspec import Struct
 from afield.agentcore_local.http import Stream
 from afield.agentcore_local.images import Image
 from afield.errors import AfieldError, InfrastructureFailure
-from afield.options import Limits
 from afield.process_tree import signal_group
 from afield.sandbox.fork_server import ForkServer
 from afield.sandbox.messages import Program
 from afield.sandbox.process import SandboxProcess
+from afield.settings.runtimes import ResourceLimits
 from afield.types import Reason
 
 PIECE = 16 * 1024
@@ -257,7 +257,7 @@ class CellPlaces:
     def __init__(
         self,
         logs: Path,
-        limits: Limits,
+        limits: ResourceLimits,
         *,
         allow: Sequence[Address],
         mounts: tuple[str, ...],

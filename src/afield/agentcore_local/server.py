@@ -35,8 +35,8 @@ from afield.agentcore_local.images import Image
 from afield.agentcore_local.quotas import Counts, Quotas
 from afield.agentcore_local.requests import read
 from afield.agentcore_local.sessions import Pace, Sessions
-from afield.options import Limits
 from afield.sdk.listen import listen
+from afield.settings.runtimes import ResourceLimits
 
 ALGORITHM = "AWS4-HMAC-SHA256"
 LATE_S = 900.0
@@ -270,7 +270,7 @@ class AgentCoreServerOptions(Struct, frozen=True, kw_only=True):
     allow: tuple[tuple[str, int], ...] = ()
     mounts: tuple[str, ...] = ()
     warm: tuple[str, ...] = ()
-    limits: Limits = Limits()
+    limits: ResourceLimits = ResourceLimits()
     quotas: Quotas = Quotas()
     pace: Pace = Pace()
     account: Account = Account()

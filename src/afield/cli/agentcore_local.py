@@ -13,14 +13,15 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from afield.cli.gateway import on_fast_loop, on_loopback
-from afield.cli.logs import FORMATS, start_logging
+from afield.cli.log_format import start_logging
+from afield.cli.serving import is_loopback, run_loop
 from afield.errors import UsageError
 from afield.process_secrets import hide_arguments
 from afield.sdk.listen import listen
-from afield.settings import Environment
+from afield.settings.environment import Environment
+from afield.settings.gateway import LogFormat
 
 DESCRIPTION = """\
 A server compatible with AWS Bedrock AgentCore Runtime, on this machine. Real boto3 clients of
@@ -64,7 +65,7 @@ def add(commands: Any) -> None:
         help="verify that requests are signed with this secret access key; or AFIELD_ACR_SECRET_KEY,"
         " which other users cannot read; needed on any address but loopback",
     )
-    command.add_argument("--log-format", choices=FORMATS, default="text", help="default: text")
+    command.add_argument("--log-format", choices=get_args(LogFormat), default="text", help="default: text")
     command.add_argument("--json", action="store_true", help="print the address as one line of JSON")
     command.add_argument("--exit-with-parent", action="store_true", help="end when standard input closes")
     command.set_defaults(run=run)
@@ -129,8 +130,8 @@ def _add_limits(command: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     start_logging(args.log_format)
     hide_arguments([args.secret_key or ""])
-    args.secret_key = args.secret_key or Environment.read().acr_secret_key
-    if not args.secret_key and not on_loopback(args.host):
+    args.secret_key = args.secret_key or Environment.read().agentcore_secret_key
+    if not args.secret_key and not is_loopback(args.host):
         raise UsageError(
             f"{args.host} can be reached by others, who would run programs here: give a --secret-key,"
             " or set AFIELD_ACR_SECRET_KEY; clients use it as their aws_secret_access_key"
@@ -138,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
     options = options_of(args)
     _raise_open_files()
     with listen(args.host, args.port) as listener:
-        on_fast_loop(serve(args, options, listener))
+        run_loop(serve(args, options, listener))
     return 0
 
 
@@ -148,7 +149,7 @@ def options_of(args: argparse.Namespace) -> Any:
     from afield.agentcore_local.quotas import Quotas
     from afield.agentcore_local.server import AgentCoreServerOptions
     from afield.agentcore_local.sessions import Pace
-    from afield.options import Limits
+    from afield.settings.runtimes import ResourceLimits
 
     if not args.image and not args.code_root:
         raise UsageError("there is nothing to run: give --image NAME=app.py, or --code-root DIR")
@@ -166,7 +167,7 @@ def options_of(args: argparse.Namespace) -> Any:
             allow=tuple(address(spec) for spec in args.allow),
             mounts=tuple(args.mount),
             warm=tuple(args.warm),
-            limits=Limits(memory_mb=args.memory_mb),
+            limits=ResourceLimits(memory_mb=args.memory_mb),
             quotas=Quotas(
                 sessions=args.sessions,
                 start_rate=args.starts_per_s,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from afield.errors import UsageError
-from afield.settings import Environment, agent_environment
+from afield.settings.environment import Environment, agent_environment
 
 
 def add(commands: Any) -> None:

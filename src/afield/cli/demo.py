@@ -8,20 +8,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from afield.cli.options import add_run_arguments
-from afield.cli.train import start
+from afield.cli.flags import add_flags
+from afield.cli.train import add_run_arguments, start
 from afield.demo import cloud
 from afield.errors import UsageError
 from afield.orchestrator.state import RunDirectory
-from afield.settings import TrainConfig, agent_environment, lend
+from afield.settings.environment import agent_environment, set_environment
+from afield.settings.train import TrainConfig
 from afield.types import Task
 
 AGENTS = ("openai", "strands", "langgraph")
-# Found by measurement over many seeds. Sampling depends on the names of rollouts, so that these have
-# to be the same for a seed to give the same run.
-RECIPE = {
+DEFAULTS = {
     "exp_id": "demo",
-    "shuffle": False,  # the shop's tasks come balanced as they are
+    "shuffle": False,  # the shop's tasks are balanced in their order
     "steps": 20,
     "tasks_per_step": 8,
     "rollouts": 16,
@@ -35,6 +34,8 @@ RECIPE = {
     "concurrency": 64,
     "attempt_timeout_s": 60.0,
 }
+"""Settings found by measurement over many seeds. Sampling depends on rollout ids: a seed gives the same run
+only with the same exp_id."""
 
 
 def add(commands: Any) -> None:
@@ -44,8 +45,11 @@ def add(commands: Any) -> None:
         usage="afield demo [options]",
         description="Watch a real agent learn, on this machine, offline.",
     )
-    command.add_argument("--agent", help=f"which agent: {', '.join(AGENTS)} (default: openai)")
-    add_run_arguments(command, RECIPE)
+    command.add_argument(
+        "--agent", metavar="NAME", help=f"agent framework: {', '.join(AGENTS)} (default: openai)"
+    )
+    add_run_arguments(command)
+    add_flags(command, TrainConfig, without=("agent", "model", "tasks"), defaults=DEFAULTS)
     command.set_defaults(run=run)
 
 
@@ -63,20 +67,20 @@ def run(args: argparse.Namespace) -> int:
         rows = shop.tasks(config.seed, config.steps * config.tasks_per_step)
         return [Task(row["id"], row) for row in rows]
 
-    told = {**RECIPE, "model": str(here / "policy")}
+    values = {**DEFAULTS, "model": str(here / "policy")}
     if args.runtime == "agentcore":
-        told |= cloud.values()
+        values |= cloud.values()
     if args.runtime == "ray":
-        told["ray"] = {"cpus": 0.05}  # the shop's agents mostly wait
-    return start(args, "demo", told, make_tasks, around)
+        values["ray"] = {"cpus": 0.05}  # the shop's agents mostly wait
+    return start(args, "demo", values, make_tasks, around)
 
 
 @contextmanager
 def around(run: RunDirectory, config: TrainConfig) -> Generator[None]:
-    """A cloud on this machine, for a demo on AgentCore that named none."""
+    """Local AWS services, for a demo on AgentCore without an account."""
     if not cloud.on_this_machine(config):
         yield
         return
-    lend(cloud.KEYS)
+    set_environment(cloud.KEYS)
     with cloud.running(config, agent_environment(), run.logs):
         yield

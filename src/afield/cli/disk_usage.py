@@ -15,7 +15,7 @@ from msgspec import Struct
 from afield.cli.train import saved_config
 from afield.errors import UsageError
 from afield.orchestrator.state import RunDirectory, find_run
-from afield.settings import Environment
+from afield.settings.environment import Environment
 
 PARTS = ("rollouts", "checkpoints", "weights", "spool", "gateway", "outcomes", "logs", "validation")
 KEPT_STEPS = 3
@@ -73,7 +73,7 @@ def remove(run: RunDirectory, choice: Choice) -> dict[str, int | list[int] | lis
             removed["rollouts"] = run.prune_rollouts(0, keep_steps=KEPT_STEPS)
         store = run.gateway / "gateway.sqlite"
         if choice.store and store.exists():
-            removed["store"] = factory.load("gateway.store:remove_ended")(store)
+            removed["store"] = factory.remove_ended_sessions(store)
         if choice.queues:
             removed["queues"] = asyncio.run(_remove_queues(run))
     return removed

@@ -18,7 +18,7 @@ from afield.batches.sample import Batch
 from afield.batches.tree import TreeBatch, to_tree
 from afield.errors import UsageError
 from afield.orchestrator.state import RunDirectory, RunState, find_run
-from afield.settings import Environment
+from afield.settings.environment import Environment
 from afield.types import Group, RolloutResult
 
 WRITERS = {"jsonl": write_jsonl, "parquet": write_parquet}

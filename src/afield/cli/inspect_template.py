@@ -37,14 +37,15 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from afield import factory
+    from afield.chat.message_rules import RULES
 
-    tokens = factory.load("chat:ChatTokenizer").load(args.model, rules=not args.strict)
+    tokens = factory.chat_tokenizer(args.model, rules=not args.strict)
     found = tokens.profile
     usable = found.tool_format is not None or not args.tools
     if args.json:
         print(json.dumps({"model": tokens.name, "usable": usable, **msgspec.to_builtins(found)}))
         return 0 if usable else 1
-    for title, text in rows(tokens.name, found, factory.load("chat.message_rules:RULES")):
+    for title, text in rows(tokens.name, found, RULES):
         print(f"{title:18}{text}")
     return 0 if usable else 1
 

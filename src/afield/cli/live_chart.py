@@ -21,7 +21,7 @@ from rich.text import Text
 from afield.cli.report import Summary, account_of, chart, me, short, told_tokens
 from afield.orchestrator.state import RunDirectory
 from afield.orchestrator.training_loop import StepMetrics
-from afield.settings import TrainConfig
+from afield.settings.train import TrainConfig
 from afield.token_account import ExclusionWatch, TokenAccount, listed
 from afield.types import FailureKind, Outcome, Rollout, RolloutResult
 

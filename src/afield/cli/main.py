@@ -21,12 +21,12 @@ from afield.cli import (
     show,
     train,
 )
-from afield.cli.options import Parser
+from afield.cli.flags import CommandParser
 from afield.errors import AfieldError, UsageError, root_cause
 
 
 def parser() -> argparse.ArgumentParser:
-    top = Parser(
+    top = CommandParser(
         prog="afield",
         description="Rollouts from any agent, anywhere. Train the agent you have, where it already runs.",
     )

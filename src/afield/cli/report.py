@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Struct
 
 from afield.orchestrator.state import RunDirectory, RunState
-from afield.settings import TrainConfig
+from afield.settings.train import TrainConfig
 from afield.token_account import TokenAccount, listed
 
 

@@ -18,13 +18,13 @@ from typing import Any
 
 from msgspec import Struct
 
-from afield.cli.logs import without_keys
+from afield.cli.log_format import without_keys
 from afield.cli.train import saved_config
 from afield.errors import AfieldError, UsageError
 from afield.interfaces import Runtime
 from afield.log_tail import Slice, noted, text
 from afield.orchestrator.state import RunDirectory, find_run
-from afield.settings import Environment
+from afield.settings.environment import Environment
 from afield.types import Attempt
 
 FOLLOW_S = 0.3
@@ -44,16 +44,17 @@ class Part(Struct, frozen=True):
     def roster(self) -> Any:
         from afield import factory
 
-        return factory.load("runtimes.registry:SessionRegistry")(self.home.sessions)
+        return factory.session_registry(self.home.sessions)
 
     def runtime(self) -> Runtime:
         """As the run was started with; nothing is noted in the roster on our behalf."""
         from afield import factory
 
         config = saved_config(self.run)
-        build = factory.verifiers if self.verifying else factory.runtime
-        made: Any = build(config, self.run, factory.transport(config, self.run))
-        return made.runtime if isinstance(made, factory.load("runtimes.registry:TrackedRuntime")) else made
+        build = factory.verifier_runtime if self.verifying else factory.runtime
+        runtime = build(config, self.run, factory.transport(config, self.run))
+        assert runtime is not None  # its registry exists only if it has one
+        return factory.untracked(runtime)
 
 
 class Session(Struct, frozen=True):
@@ -171,7 +172,7 @@ async def _asked(among: Sequence[Part], lines: list[dict[str, Any]]) -> list[dic
             continue
         role = "verifier" if part.verifying else "agent"
         config = saved_config(part.run)
-        kind = config.verifier_runtime if part.verifying else config.place
+        kind = config.verifier_runtime if part.verifying else config.runtime_name
         for live in listed:
             line = known.setdefault(
                 (part.run.id, role, live.session_id),

@@ -14,7 +14,7 @@ from afield.cli.report import account_of, chart, me, summarise, told_tokens
 from afield.cli.train import saved_config
 from afield.errors import UsageError
 from afield.orchestrator.state import RunDirectory, RunState, find_run
-from afield.settings import Environment
+from afield.settings.environment import Environment
 from afield.token_account import count_tokens, listed
 from afield.types import FailureKind, RolloutResult, Turn
 
@@ -165,7 +165,7 @@ def decoder(run: RunDirectory) -> Any:
     from afield import factory
 
     config = saved_config(run)
-    return factory.load("chat:ChatTokenizer").load(Path(config.model)).decode
+    return factory.chat_tokenizer(Path(config.model)).decode
 
 
 def print_turn(turn: Turn, decode: Any) -> None:

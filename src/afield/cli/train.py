@@ -17,32 +17,19 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from afield.cli.options import add_run_arguments
+from afield.cli.flags import add_flags, flag_values
 from afield.cli.report import Summary, draw, me, summarise
 from afield.errors import AfieldError, NoRewards, UsageError
 from afield.orchestrator.state import RunDirectory, find_run, write_whole
-from afield.settings import (
-    ELSEWHERE,
-    PATHS,
-    Environment,
-    TrainConfig,
-    assigned,
-    build,
-    from_file,
-    located,
-    merged,
-    read_tasks,
-    train_config,
-)
+from afield.settings.environment import Environment
+from afield.settings.tasks import read_tasks
+from afield.settings.train import REMOTE, RESUMABLE_KEYS, RuntimeTables, TrainConfig, build, train_config
+from afield.settings.values import assigned, from_file, merged, with_paths
 from afield.training_run import RunRole, training
 from afield.types import Task, check_id
 
-OVERRIDABLE = (
-    *("keep_rollouts_gb", "keep_sessions_h", "durable"),
-    *("steps", "keep_weights", "workers", "concurrency", "gateway", "runtime", "launch_rate", "launching"),
-    *("cold_start_s", "unavailable_timeout_s", "sandbox", "container", "agentcore", "kubernetes", "ray"),
-)
-WHERE = ("device", "devices", "max_tokens_per_pass", "checkpointing")  # of `learn`: may change as well
+HARDWARE = ("device", "devices", "max_tokens_per_pass", "checkpointing")
+"""Keys of `learn` that may change when a run is resumed: they say where it learns, not what."""
 
 
 def add(commands: Any) -> None:
@@ -50,22 +37,47 @@ def add(commands: Any) -> None:
         "train",
         help="train your agent",
         usage="afield train FILE.py:NAME --tasks FILE --model DIR [options]",
-        description="Train your own agent on your own tasks.",
+        description="Train your own agent on your own tasks. Options of runtimes and of the trainer go into"
+        " the file, or after --set.",
     )
     command.add_argument(
-        "agent", nargs="?", metavar="FILE.py:NAME", help="your agent; or package.module:name"
+        "agent", nargs="?", metavar="FILE.py:NAME", help="your agent; or package.module:NAME"
     )
-    command.add_argument("--tasks", metavar="FILE", help="JSONL, one task per line")
-    command.add_argument("--model", metavar="DIR", help="a Hugging Face model directory to start from")
-    add_run_arguments(command, {})
+    add_run_arguments(command)
+    add_flags(command, TrainConfig, without=("agent",))
     command.set_defaults(run=run)
 
 
+def add_run_arguments(command: argparse.ArgumentParser) -> None:
+    """Arguments of `train` and `demo` that are not settings."""
+    command.add_argument("--config", type=Path, metavar="FILE", help="TOML file with a [train] table")
+    command.add_argument(
+        "--set",
+        action="append",
+        metavar="KEY=VALUE",
+        help="any setting of [train], e.g. learn.loss=cispo; may be repeated",
+    )
+    command.add_argument("--run", dest="name", metavar="NAME", help="run name; resumes it if it exists")
+    command.add_argument(
+        "--resume", nargs="?", const="latest", metavar="RUN", help="resume a run, by default the newest"
+    )
+    command.add_argument(
+        "--role",
+        choices=[role.value for role in RunRole],
+        default=RunRole.ALL.value,
+        help="half of the run that this process does; both halves share one --run and one --gateway"
+        " (default: all)",
+    )
+    command.add_argument(
+        "--json", action="store_true", help="print the summary as one line of JSON; progress goes to stderr"
+    )
+
+
 def run(args: argparse.Namespace) -> int:
-    return start(args, "train", {"exp_id": "train"}, given_tasks)
+    return start(args, "train", {"exp_id": "train"}, tasks_of)
 
 
-def given_tasks(config: TrainConfig) -> list[Task]:
+def tasks_of(config: TrainConfig) -> list[Task]:
     if not config.tasks:
         raise UsageError("no tasks: give a JSONL file with --tasks FILE, one JSON object per line")
     return read_tasks(Path(config.tasks))
@@ -78,20 +90,20 @@ def start(
     make_tasks: Callable[[TrainConfig], list[Task]],
     around: Callable[[RunDirectory, TrainConfig], AbstractContextManager[None]] | None = None,
 ) -> int:
-    """A new run, or an old one again; then train until it is done, with `around` it what it needs."""
+    """Prepare a new or resumed run, then train until it is done, inside the context `around`."""
     environment = Environment.read()
-    part = RunRole(args.part)
+    role = RunRole(args.role)
     run, config, tasks, new = prepare(args, kind, defaults, make_tasks, environment)
     run.durable = config.durable
-    with run.locked(*(("collect", "learn") if part is RunRole.ALL else (part,))):
+    with run.locked(*(("collect", "learn") if role is RunRole.ALL else (role,))):
         try:
             with around(run, config) if around else nullcontext():
-                work = train(config, run, tasks, part, environment.admin_key, kind=kind, as_json=args.json)
+                work = train(config, run, tasks, role, environment.admin_key, kind=kind, as_json=args.json)
                 return asyncio.run(work)
         except (AfieldError, OSError, BaseExceptionGroup):
-            run.check_present()  # if it is gone, that is why, whatever failed first
-            if new and not run.has_begun and part is RunRole.ALL:
-                shutil.rmtree(run.path, ignore_errors=True)  # nothing was attempted; the message says why
+            run.check_present()  # a removed directory is the cause of whatever failed first
+            if new and not run.has_begun and role is RunRole.ALL:
+                shutil.rmtree(run.path, ignore_errors=True)  # nothing was attempted
             raise
 
 
@@ -102,9 +114,9 @@ def prepare(
     make_tasks: Callable[[TrainConfig], list[Task]],
     environment: Environment,
 ) -> tuple[RunDirectory, TrainConfig, list[Task], bool]:
-    """A run, and whether it is new. What is wrong with the values is said before there is a directory."""
+    """A run with its settings and tasks, and whether it is new; wrong settings leave no directory."""
     if args.name and args.resume:
-        raise UsageError("--run goes on with a run that is there; give --run or --resume, not both")
+        raise UsageError("--run resumes a run that exists; give --run or --resume, not both")
     runs = environment.runs
     stamp = time.strftime("%Y%m%d-%H%M%S")
     run = RunDirectory(runs / (named(args) or f"{kind}-{stamp}-{secrets.token_hex(2)}"))
@@ -115,7 +127,7 @@ def prepare(
     config, tasks = checked(args, defaults, make_tasks)
     check_gateway(args, config, environment)
     with run.locked("create", wait=True):
-        if run.config.exists():  # the other half was quicker
+        if run.config.exists():  # the other half created it
             return run, *resume(run, args, environment), False
         run.durable = config.durable
         run.write_tasks(tasks)
@@ -133,27 +145,27 @@ def named(args: argparse.Namespace) -> str:
 
 
 def check_gateway(args: argparse.Namespace, config: TrainConfig, environment: Environment) -> None:
-    if args.part != RunRole.ALL and not config.gateway:
-        raise UsageError(f"--part {args.part} needs a gateway that both halves can reach: --gateway URL")
+    if args.role != RunRole.ALL and not config.gateway:
+        raise UsageError(f"--role {args.role} needs a gateway that both halves can reach: --gateway URL")
     if config.gateway and not environment.admin_key:
         raise UsageError(f"the gateway at {config.gateway} takes an admin key: set AFIELD_ADMIN_KEY")
 
 
-def given(args: argparse.Namespace) -> dict[str, Any]:
-    values = {k: v for k, v in vars(args).items() if k in TrainConfig.__struct_fields__ and v is not None}
-    values = merged(values, assigned(args.set or ()))
-    return values | {key: located(key, values[key], Path()) for key in PATHS if key in values}
+def settings_given(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings on the command line, as flags and after --set; paths are relative to the directory."""
+    values = merged(flag_values(args, TrainConfig), assigned(args.set or ()))
+    return with_paths(values, TrainConfig, Path())
 
 
 def checked(
     args: argparse.Namespace, defaults: dict[str, Any], make_tasks: Callable[[TrainConfig], list[Task]]
 ) -> tuple[TrainConfig, list[Task]]:
-    """The values and tasks of a new run."""
-    named = {key: value for key, value in defaults.items() if key != "exp_id"}
-    config = train_config(args.config, given(args), **named)
-    # Rollouts of the same name are sampled alike. Where other runs may be met, names are the run's own.
-    alone = not config.gateway and "://" not in config.outcomes and config.place not in ELSEWHERE
-    if alone and not config.exp_id:
+    """The settings and tasks of a new run."""
+    others = {key: value for key, value in defaults.items() if key != "exp_id"}
+    config = train_config(args.config, settings_given(args), **others)
+    # Rollouts of the same id are sampled alike. Where runs share a gateway or store, ids are the run's own.
+    shared = config.gateway or "://" in config.outcomes or config.runtime_name in REMOTE
+    if not shared and not config.exp_id:
         config = structs.replace(config, exp_id=defaults["exp_id"])
     tasks = make_tasks(config)
     if config.epochs is not None:
@@ -164,43 +176,41 @@ def checked(
 
 
 def check(args: argparse.Namespace, config: TrainConfig) -> None:
-    """Of a new run and of one that goes on: what is wrong is said before anything is started."""
+    """Check a new or resumed run before anything is started."""
     from afield import factory
-    from afield.cli import model_checks
 
     check_tables(config, assigned(args.set or ()))
     factory.check_choices(config)
-    model_checks.check(config, args.part)
+    factory.check_model(config, trains=args.role != RunRole.COLLECT)
     if config.val_tasks:
         read_tasks(Path(config.val_tasks))
 
 
-def check_tables(config: TrainConfig, said: dict[str, Any]) -> None:
-    """A file may have tables for several places; what is said of one right here is meant."""
-    from afield import factory
-
-    used = {config.place, config.verifier_runtime} if config.verifier else {config.place}
-    for table in factory.TOLD:
-        if table in said and table not in used:
+def check_tables(config: TrainConfig, assigned: dict[str, Any]) -> None:
+    """Refuse --set for a runtime that is not used; a file may have tables for several."""
+    used = {config.runtime_name, *([config.verifier_runtime] if config.verifier else [])}
+    for table in RuntimeTables.__struct_fields__:
+        if table in assigned and table not in used:
             raise UsageError(
-                f"--set {table}.{next(iter(said[table]), '')} does nothing with --runtime {config.runtime};"
-                f" leave it out, or choose --runtime {table}"
+                f"--set {table}.{next(iter(assigned[table]), '')} does nothing with --runtime"
+                f" {config.runtime}; leave it out, or choose --runtime {table}"
             )
 
 
 def resume(
     run: RunDirectory, args: argparse.Namespace, environment: Environment
 ) -> tuple[TrainConfig, list[Task]]:
-    """A run goes on with the values it was started with; a few may change. Said again, they are the same."""
+    """The settings of a run to resume: those it was started with; only a few may change."""
     if args.config and args.resume:
         raise UsageError("a resumed run keeps its configuration; --config is for a new one")
     config = saved_config(run)
-    changes = merged(from_file(args.config) if args.config else {}, given(args))
+    file = from_file(args.config, TrainConfig, "train") if args.config else {}
+    changes = merged(file, settings_given(args))
     if unknown := changes.keys() - set(TrainConfig.__struct_fields__):
         raise UsageError(f"unknown keys in {args.config}: {', '.join(sorted(unknown))}")
     saved = msgspec.to_builtins(config)
-    after = kept(merged(saved, changes))
-    if fixed := [k for k in changes if k not in OVERRIDABLE and after[k] != kept(saved)[k]]:
+    after = without_hardware(merged(saved, changes))
+    if fixed := [k for k in changes if k not in RESUMABLE_KEYS and after[k] != without_hardware(saved)[k]]:
         raise UsageError(f"a resumed run keeps its {', '.join(fixed)}; start a new run to change that")
     if config.epochs and changes.get("steps", config.steps) != config.steps:
         raise UsageError(f"a run of {config.epochs} epochs keeps its {config.steps} steps")
@@ -210,15 +220,15 @@ def resume(
     return config, run.read_tasks()
 
 
-def kept(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what says only where and in how many parts is learned, not what."""
+def without_hardware(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without those that only say where and in how many parts a run learns."""
     learn = values["learn"]
-    rest = {k: v for k, v in learn.items() if k not in WHERE} if isinstance(learn, Mapping) else learn
+    rest = {k: v for k, v in learn.items() if k not in HARDWARE} if isinstance(learn, Mapping) else learn
     return {**values, "learn": rest}
 
 
 def save_config(run: RunDirectory, config: TrainConfig) -> None:
-    """Read by its owner alone: what a place is told may hold keys of the user's."""
+    """Write run.json, which only its owner can read: options of runtimes may hold keys."""
     text = msgspec.json.format(msgspec.json.encode(config))
     write_whole(run.config, text, private=True, durable=run.durable)
 
@@ -234,7 +244,7 @@ async def train(
     config: TrainConfig,
     run: RunDirectory,
     tasks: list[Task],
-    part: RunRole,
+    role: RunRole,
     admin_key: str | None,
     *,
     kind: str,
@@ -242,34 +252,37 @@ async def train(
 ) -> int:
     from afield import factory
 
+    with factory.needs("train"):
+        from afield.cli.live_chart import Screen
+
     began = time.monotonic()
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    screen = factory.load("cli.live_chart:Screen")(config, run, to_stderr=as_json)
-    given_up: NoRewards | None = None
+    screen = Screen(config, run, to_stderr=as_json)
+    no_rewards: NoRewards | None = None
     try:
         with screen:
             val_tasks = read_tasks(Path(config.val_tasks)) if config.val_tasks else []
             async with training(
                 *(config, run, tasks, screen, screen.step_done),
-                part=part,
+                role=role,
                 admin_key=admin_key,
                 val_tasks=val_tasks,
             ) as started:
-                save_config(run, config)  # what a resumed run was told to change works: it counts from now on
+                save_config(run, config)  # a resumed run keeps its changes once they work
                 screen.ready()
                 await started.run()
                 run.check_present()
     except NoRewards as error:
-        given_up = error
+        no_rewards = error
     except asyncio.CancelledError:
         done = run.last_state()
-        at = f"after step {done.step}" if done else "before the first step was done"
-        half = "" if part is RunRole.ALL else f" --part {part}"
-        print(f"stopped {at}; go on with: {me()} {kind} --resume {run.id}{half}", file=sys.stderr)
+        position = f"after step {done.step}" if done else "before the first step was done"
+        half = "" if role is RunRole.ALL else f" --role {role}"
+        print(f"stopped {position}; resume with: {me()} {kind} --resume {run.id}{half}", file=sys.stderr)
         raise
-    if part is RunRole.COLLECT:
+    if role is RunRole.COLLECT:
         screen.collected()
         return 0
     summary = summarise(run, config, wall_s=time.monotonic() - began)
@@ -278,14 +291,14 @@ async def train(
     screen.farewell(summary)
     if as_json:
         print(msgspec.json.encode(summary).decode(), flush=True)
-    if given_up or not summary.trained:
-        raise given_up or fruitless(summary)
+    if no_rewards or not summary.trained:
+        raise no_rewards or nothing_trained(summary)
     return 0
 
 
-def fruitless(summary: Summary) -> NoRewards:
-    """However short a run is. Rewards that do not differ were trained, if to no effect: that is told, too."""
-    told = f"nothing was trained: of {summary.rollouts} rollouts {summary.failed} have no reward"
+def nothing_trained(summary: Summary) -> NoRewards:
+    """The error of a run in which no rollout was trained."""
+    message = f"nothing was trained: of {summary.rollouts} rollouts {summary.failed} have no reward"
     if summary.dropped_groups:
-        told += f", and {summary.dropped_groups} groups were dropped"
-    return NoRewards(f"{told}; {me()} show {Path(summary.run).name} says more")
+        message += f", and {summary.dropped_groups} groups were dropped"
+    return NoRewards(f"{message}; see {me()} show {Path(summary.run).name}")

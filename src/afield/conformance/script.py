@@ -66,7 +66,7 @@ class Script:
         self._family = family
         self._vocabulary = vocabulary
         self._sampler = RandomTokenizer(vocabulary)
-        self._scripted: Callable[..., Any] = factory.load("engines.scripted:ScriptedReply")
+        self._scripted: Callable[..., Any] = factory.scripted_reply()
         self.asked: Counter[str] = Counter()
         self.surprises: list[str] = []
         self.replies: dict[str, ModelReply] = {}

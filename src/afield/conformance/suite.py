@@ -7,7 +7,6 @@ A client that cannot be installed is reported with the reason and is not ok.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -91,8 +90,8 @@ async def gateway(
     scenario: Scenario, folder: Path, family: TemplateFamily = CHATML, template: str = TEMPLATE
 ) -> AsyncIterator[GatewayUnderTest]:
     model = write_model(folder / "model", template)
-    script = Script(scenario, vocabulary_of(model), family)
-    engine = factory.load("engines.scripted:ScriptedEngine")(script, max_context=MAX_CONTEXT)
+    script = Script(scenario, factory.vocabulary_of(model), family)
+    engine = factory.load("engine", "scripted", factory.ENGINES)(script, max_context=MAX_CONTEXT)
     faults = Faults(scenario.faults, clean=scenario.clean)
     async with serving(engine, model, folder) as up, faulty(up.address, faults) as port:
         yield GatewayUnderTest(up.gateway, engine.recorded, script, faults, port, Renderer(model, family))
@@ -110,35 +109,11 @@ class Serving(Struct, frozen=True):
         return f"http://{self.address[0]}:{self.address[1]}"
 
 
-def vocabulary_of(model: Path) -> Any:
-    tokenizer = model / "tokenizer.json"
-    return factory.load("chat.vocabulary:Vocabulary")(tokenizer.read_bytes(), tokenizer)
-
-
 @asynccontextmanager
 async def serving(engine: Any, model: Path, folder: Path) -> AsyncIterator[Serving]:
     """A gateway on a free port in front of one engine; its store is in the folder."""
-    pool = factory.load("gateway.engine_pool:EnginePool")({"scripted": engine}, tries=1)
-    listener = factory.load("sdk.listen:listen")("127.0.0.1", 0)
-    host, port = listener.getsockname()[:2]
-    url, admin_key = f"http://{host}:{port}", secrets.token_urlsafe(16)
-    local = factory.load("gateway.service:LocalGateway")(
-        tokenizer=factory.load("chat:ChatTokenizer").load(model),
-        engine=pool,
-        store=folder / "store",
-        admin_key=admin_key,
-        public_url=url,
-    )
-    ready = asyncio.Event()
-    async with pool, local:
-        server = asyncio.create_task(factory.load("gateway.server:serve")(local, listener, ready.set))
-        try:
-            await asyncio.wait_for(ready.wait(), factory.START_TIMEOUT_S)
-            async with factory.load("gateway.client:HttpGateway")(url, admin_key) as client:
-                yield Serving(client, (host, port), admin_key)
-        finally:
-            server.cancel()
-            await asyncio.gather(server, return_exceptions=True)
+    async with factory.gateway_for(engine, model, folder / "store") as (client, address, admin_key):
+        yield Serving(client, address, admin_key)
 
 
 async def _drive(client: Client, stage: Stage, path: str, log: Path) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from afield.errors import Unavailable, UsageError
-from afield.settings import TrainConfig
+from afield.settings.train import TrainConfig
 
 BUCKET = "afield-demo"
 KEYS = {"AWS_ACCESS_KEY_ID": "local", "AWS_SECRET_ACCESS_KEY": "local", "AWS_REGION": "us-east-1"}
@@ -49,7 +49,9 @@ def values() -> dict[str, Any]:
 
 def on_this_machine(told: TrainConfig) -> bool:
     """Whether a run's values are those of such a cloud."""
-    return told.place == "agentcore" and told.transport.startswith(f"s3://{BUCKET}?queues=afield&endpoint=")
+    return told.runtime_name == "agentcore" and told.transport.startswith(
+        f"s3://{BUCKET}?queues=afield&endpoint="
+    )
 
 
 @contextmanager

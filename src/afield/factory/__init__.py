@@ -1,37 +1,75 @@
-"""Values to objects; the only package that names a backend.
-
-Backends are imported when they are chosen, so that a missing library is reported with the extra that
-brings it, and a choice that does not exist with the choices that do.
-"""
+"""Factory: settings to objects; the only package that names backends."""
 
 from __future__ import annotations
 
-from afield.factory.checks import check_choices, check_place, check_reach, check_trust
-from afield.factory.engines import engine, pool, published_dtype
-from afield.factory.registry import ENGINES, RUNTIMES, START_TIMEOUT_S, TAKES_TARGET, TOLD, choose, load
-from afield.factory.runs import limiter, plan, trainer, transport, window
-from afield.factory.runtimes import runtime, verifiers
+from afield.factory.checks import (
+    check_choices,
+    check_engine_model,
+    check_model,
+    check_reachable,
+    check_runtime,
+    check_trust,
+)
+from afield.factory.engines import engine, engine_pool, published_dtype, scripted_reply, vocabulary_of
+from afield.factory.gateway import (
+    COMMAND,
+    START_TIMEOUT_S,
+    chat_tokenizer,
+    gateway_client,
+    gateway_for,
+    read_shard,
+    remove_ended_sessions,
+    serve,
+    serve_front,
+    serve_shard,
+)
+from afield.factory.registry import ENGINES, RUNTIMES, SANDBOXES, Backend, load, needs
+from afield.factory.runs import (
+    gateway_settings,
+    limiter,
+    rollout_config,
+    staleness_window,
+    trainer,
+    transport,
+)
+from afield.factory.runtimes import runtime, session_registry, untracked, verifier_runtime
 
 __all__ = [
+    "COMMAND",
     "ENGINES",
     "RUNTIMES",
+    "SANDBOXES",
     "START_TIMEOUT_S",
-    "TAKES_TARGET",
-    "TOLD",
+    "Backend",
+    "chat_tokenizer",
     "check_choices",
-    "check_place",
-    "check_reach",
+    "check_engine_model",
+    "check_model",
+    "check_reachable",
+    "check_runtime",
     "check_trust",
-    "choose",
     "engine",
+    "engine_pool",
+    "gateway_client",
+    "gateway_for",
+    "gateway_settings",
     "limiter",
     "load",
-    "plan",
-    "pool",
+    "needs",
     "published_dtype",
+    "read_shard",
+    "remove_ended_sessions",
+    "rollout_config",
     "runtime",
+    "scripted_reply",
+    "serve",
+    "serve_front",
+    "serve_shard",
+    "session_registry",
+    "staleness_window",
     "trainer",
     "transport",
-    "verifiers",
-    "window",
+    "untracked",
+    "verifier_runtime",
+    "vocabulary_of",
 ]

@@ -1,92 +1,115 @@
-"""Everything that can be known to be wrong with a run before anything is started."""
+"""Checks before a run starts: names, agent files, model directories, reachability.
+
+Nothing of the user's is imported here; agents and verifiers are only read.
+"""
 
 from __future__ import annotations
 
+import difflib
+import json
 import logging
+import symtable
+import tokenize
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import msgspec
+
 from afield.errors import UsageError
-from afield.factory.agents import check_target
-from afield.factory.registry import (
-    ENGINES,
-    IN_SHORT,
-    RUNTIMES,
-    TAKES_TARGET,
-    TRAINERS,
-    check_heavy,
-    choose,
-    load,
-)
-from afield.factory.runs import plan, transport
+from afield.factory.gateway import chat_tokenizer
+from afield.factory.registry import ENGINES, RUNTIMES, TRAINERS, check_installed, check_name, load
+from afield.factory.runs import rollout_config, transport
 from afield.factory.runtimes import addresses
 from afield.orchestrator.state import RunDirectory
-from afield.settings import TrainConfig
+from afield.settings.train import TrainConfig
 from afield.types import HIDDEN_FIELD, Task
 
 log = logging.getLogger("afield.factory")
-# Runtimes in which nothing keeps an agent from what its user may read.
-SAME_USER = {"process": "as your own user", "inline": "in this process", "ray": "as the user of its node"}
+UNPROTECTED = {"process": "as your own user", "inline": "in this process", "ray": "as the user of its node"}
+"""Runtimes in which agents can read what their user can read."""
+DYNAMIC_NAMES = ("import *", "globals(", "exec(", "setattr(", "__getattr__", "__dict__", "global ")
+"""Source text that may define names which cannot be found by reading."""
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def check_choices(config: TrainConfig) -> None:
-    """Everything that can be known to be wrong before anything is started."""
-    check_place(config)
-    check_reach(config)
+    """Check everything about the settings that can be checked before anything is started."""
+    check_runtime(config)
+    check_reachable(config)
     transport(config, RunDirectory(Path("check")))
-    check_heavy("trainer", config.trainer, TRAINERS, used=not config.freeze_weights)
-    check_heavy("engine", config.engine.partition("=")[0], ENGINES, used=not config.gateway)
-    load("chat:ChatTokenizer").load(Path(config.model))
-    plan(config, RunDirectory(Path("check")))
+    check_name("trainer", config.trainer, TRAINERS)
+    if not config.freeze_weights:
+        check_installed("trainer", config.trainer, TRAINERS)
+    engine = config.engine.partition("=")[0]
+    check_name("engine", engine, ENGINES)
+    if not config.gateway:
+        check_installed("engine", engine, ENGINES)
+    chat_tokenizer(Path(config.model))
+    rollout_config(config, RunDirectory(Path("check")))
     if config.transport == "memory" and (config.runtime != "inline" or config.verifier):
         raise UsageError("--transport memory works with --runtime inline only; use --transport files")
 
 
-def check_place(config: TrainConfig) -> None:
-    """Where agents and verifiers run, and whether that place was told what it needs."""
+def check_runtime(config: TrainConfig) -> None:
+    """Check the runtimes of agents and verifiers, and the options that they need."""
     name, _, argument = config.runtime.partition("=")
-    choose("runtime", name, RUNTIMES)
+    load("runtime", name, RUNTIMES)
     if name == "served":
         addresses(argument)
-    elif argument and name not in IN_SHORT:
+    elif argument and not RUNTIMES[name].argument:
         raise UsageError(f"runtime {name} takes nothing after '=', not {argument!r}")
-    if name in TAKES_TARGET:
+    if RUNTIMES[name].takes_agent:
         check_target("agent", config.agent)
     elif name != "served":
         _check_image(name, config, argument)
     if config.verifier:
         check_target("verifier", config.verifier)
-        where = config.verifier_runtime
-        if where not in ("process", "sandbox", "ray"):
-            raise UsageError(f"verifier_runtime {where!r} must be one of: process, sandbox, ray")
+
+
+def _check_image(name: str, config: TrainConfig, argument: str) -> None:
+    options = getattr(config, name)
+    if name == "agentcore":
+        created = options.agent_name and options.container_uri and options.role_arn
+        if not (argument or options.arn or created):
+            raise UsageError(
+                "runtime agentcore needs a runtime that exists (--runtime agentcore=ARN), or in"
+                " [train.agentcore] agent_name, container_uri and role_arn to create one"
+            )
+    elif not (argument or options.image):
+        raise UsageError(
+            f"runtime {name} needs an image: --runtime {name}=IMAGE, or --set {name}.image=IMAGE"
+        )
 
 
 def check_trust(config: TrainConfig, tasks: Sequence[Task]) -> None:
-    """Refuse what nobody would get to see, and say where a verifier's reward is not safe from the agent."""
+    """Refuse hidden task fields without a verifier; warn where agents can read the verifier."""
     hidden = [task.id for task in tasks if HIDDEN_FIELD in task.input]
     if hidden and not config.verifier:
         raise UsageError(
             f"task {hidden[0]!r} has a '{HIDDEN_FIELD}' object, which only a verifier gets, but no verifier:"
             " name one with --verifier, or give the agent what is in it under another name"
         )
-    if config.verifier and (where := SAME_USER.get(config.place)):
+    if config.verifier and (user := UNPROTECTED.get(config.runtime_name)):
         log.warning(
             "--verifier with --runtime %s: the agent runs %s, and can read the verifier, the tasks and the"
             " gateway's secret; use --runtime sandbox or container where the reward must be safe from it",
-            config.place,
-            where,
+            config.runtime_name,
+            user,
         )
 
 
-def check_reach(config: TrainConfig) -> None:
-    """Agents on other machines need a gateway of ours that can be reached from there."""
-    away = config.place == "kubernetes" or (
-        config.place == "agentcore" and not _is_loopback(urlsplit(config.agentcore.endpoint_url).hostname)
+def check_reachable(config: TrainConfig) -> None:
+    """Refuse agents on other machines with a gateway that listens on loopback."""
+    name = config.runtime_name
+    remote = name == "kubernetes" or (
+        name == "agentcore" and not _is_loopback(urlsplit(config.agentcore.endpoint_url).hostname)
     )
-    if away and not (config.gateway or config.gateway_url) and _is_loopback(config.gateway_host):
+    if remote and not (config.gateway or config.gateway_url) and _is_loopback(config.gateway_host):
         raise UsageError(
-            f"agents on {config.place} cannot reach a gateway that listens at {config.gateway_host}: set"
+            f"agents on {name} cannot reach a gateway that listens at {config.gateway_host}: set"
             " gateway_host = '0.0.0.0', and gateway_port and gateway_url if they know this machine by"
             " another address; or name a gateway that runs elsewhere with --gateway"
         )
@@ -96,16 +119,120 @@ def _is_loopback(host: str | None) -> bool:
     return host in ("127.0.0.1", "::1", "localhost")
 
 
-def _check_image(name: str, config: TrainConfig, argument: str) -> None:
-    options = getattr(config, name)
-    if name == "agentcore":
-        made = options.agent_name and options.container_uri and options.role_arn
-        if not (argument or options.arn or made):
-            raise UsageError(
-                "runtime agentcore needs a runtime that exists (--runtime agentcore=ARN), or in"
-                " [train.agentcore] agent_name, container_uri and role_arn to make one of"
-            )
-    elif not (argument or options.image):
+# --- agents and verifiers ------------------------------------------------------------------------------
+
+
+def check_target(role: str, target: str) -> None:
+    """Check that `file.py:name` exists, by reading the file."""
+    place, _, name = target.rpartition(":")
+    if not target:
+        raise UsageError(f"{role} is missing: give path/to/file.py:name or package.module:name")
+    if not place or not name:
+        raise UsageError(f"{role} {target!r} must be path/to/file.py:name or package.module:name")
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise UsageError(f"there is no file {place}")
+        _check_source(role, place, name)
+
+
+def _check_source(role: str, file: str, name: str) -> None:
+    try:
+        with tokenize.open(file) as opened:
+            source = opened.read()
+        table = symtable.symtable(source, file, "exec")
+    except (SyntaxError, ValueError, OSError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        message = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise UsageError(f"the {role}'s file {file}{line} cannot be read as Python: {message}") from error
+    names = {
+        symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()
+    }
+    if name in names or any(text in source for text in DYNAMIC_NAMES):
+        return
+    functions = sorted(child.get_name() for child in table.get_children() if child.get_name() in names)
+    near = difflib.get_close_matches(name, sorted(names), 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(functions) or 'nothing to run'}"
+    raise UsageError(f"{file} has no {name!r}, the {role}; {hint}")
+
+
+# --- model directories ---------------------------------------------------------------------------------
+
+
+def check_model(config: TrainConfig, *, trains: bool) -> None:
+    """Check the files of the model that the engine and, if this process `trains`, the trainer read."""
+    model = Path(config.model)
+    if not config.gateway:
+        check_engine_model(config.engine, model)
+    if trains:
+        _check_model_config(model)
+    if trains and not config.freeze_weights:
+        _check_weights(model, pickled=True)
+
+
+def check_engine_model(spec: str, model: Path) -> None:
+    """Check the files that the embedded engine reads; a server has a model of its own."""
+    if spec.partition("=")[0] == "torch":
+        _check_model_config(model)
+        _check_weights(model)
+
+
+def _check_model_config(model: Path) -> None:
+    if not model.is_dir():
+        raise UsageError(f"{model} is not a directory; give the path of a model directory")
+    path = model / "config.json"
+    if not path.is_file():
+        raise UsageError(f"{model} is not a whole model directory: it has no config.json")
+    try:
+        json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}; save the model there again") from error
+
+
+def _check_weights(model: Path, *, pickled: bool = False) -> None:
+    """Check that all weight files are there and complete; `pickled` accepts pytorch_model.bin as well."""
+    if (model / WEIGHTS).is_file():
+        files = [WEIGHTS]
+    elif (model / WEIGHTS_INDEX).is_file():
+        files = _indexed_files(model / WEIGHTS_INDEX)
+    elif pickled and any((model / name).is_file() for name in PICKLED_WEIGHTS):
+        return
+    else:
         raise UsageError(
-            f"runtime {name} needs an image: --runtime {name}=IMAGE, or --set {name}.image=IMAGE"
+            f"{model} has no weights: no {WEIGHTS}, and no {WEIGHTS_INDEX}; save the whole model there"
         )
+    for name in files:
+        if not (model / name).is_file():
+            raise UsageError(
+                f"{model} lacks {name}, which its {WEIGHTS_INDEX} names; save or download it again"
+            )
+        if not _is_complete(model / name):
+            raise UsageError(f"{model / name} is cut off, or no such file at all; save or download it again")
+
+
+class SafetensorsIndex(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+class SafetensorsEntry(msgspec.Struct):
+    data_offsets: tuple[int, int] = (0, 0)
+
+
+def _indexed_files(index: Path) -> list[str]:
+    try:
+        return sorted(set(msgspec.json.decode(index.read_bytes(), type=SafetensorsIndex).weight_map.values()))
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UsageError(f"{index} cannot be read: {error}; save the model there again") from error
+
+
+def _is_complete(path: Path) -> bool:
+    """Whether a safetensors file is as long as its header says."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            return False
+        try:
+            header = msgspec.json.decode(file.read(length), type=dict[str, SafetensorsEntry])
+        except msgspec.MsgspecError:
+            return False
+    return 8 + length + max((entry.data_offsets[1] for entry in header.values()), default=0) == size

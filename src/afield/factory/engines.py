@@ -1,4 +1,4 @@
-"""What a gateway samples from: engines in process, and servers that run somewhere."""
+"""Engines and engine pools from specifications such as torch or vllm=URL."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from afield.errors import UsageError
-from afield.factory.registry import ENGINES, SERVERS, choose, load
+from afield.factory.registry import ENGINES, load, needs
 from afield.interfaces import Engine, EngineInfo
 from afield.vision import has_vision, read_config
 
 log = logging.getLogger("afield.factory")
-HALVES = ("bfloat16", "float16")
+HALF_DTYPES = ("bfloat16", "float16")
 
 
 def engine(
@@ -22,89 +22,116 @@ def engine(
     *,
     slots: int,
     seed: int,
-    ledger: Path | None,
+    record: Path | None,
     images: bool = False,
     dtype: str = "auto",
 ) -> Engine:
-    """`torch`, `scripted=FILE`, `vllm=URL` or `sglang=URL`."""
+    """An engine from `torch`, `scripted=FILE`, `vllm=URL` or `sglang=URL`; `record` writes its calls down."""
     name, _, argument = spec.partition("=")
-    made = choose("engine", name, ENGINES)
-    if name in SERVERS:
-        built: Engine = connect(name, argument, images=images, vocabulary=vocabulary(model))
+    backend = load("engine", name, ENGINES)
+    if ENGINES[name].server:
+        engine: Engine = connect(name, argument, images=images, vocabulary=vocabulary_size(model))
     elif name == "scripted":
         if not argument:
             raise UsageError("--engine scripted needs a file: scripted=FILE")
-        tokenizer = model / "tokenizer.json"
-        codec = load("chat.vocabulary:Vocabulary")(tokenizer.read_bytes(), tokenizer)
-        built = made(load("engines.scripted:read_script")(argument, codec), model=model)
+        from afield.engines.scripted import read_script
+
+        engine = backend(read_script(argument, vocabulary_of(model)), model=model)
     else:
-        built = made(model, max_slots=slots, seed=seed, dtype=None if dtype == "auto" else dtype)
-    return load("engines.recording:RecordingEngine")(built, ledger) if ledger else built
+        engine = backend(model, max_slots=slots, seed=seed, dtype=None if dtype == "auto" else dtype)
+    if record is None:
+        return engine
+    from afield.engines.recording import RecordingEngine
+
+    return RecordingEngine(engine, record)
 
 
 def connect(kind: str, url: str, *, images: bool = False, vocabulary: int | None = None) -> Engine:
-    """An inference server that is running somewhere. SGLang dies of ids that are not in its vocabulary."""
-    if kind not in SERVERS:
-        raise UsageError(f"unknown kind of worker {kind!r}; choose one of: {', '.join(SERVERS)}")
+    """A running inference server. SGLang crashes on token ids outside its vocabulary, so it gets the size."""
+    servers = [name for name, backend in ENGINES.items() if backend.server]
+    if kind not in servers:
+        raise UsageError(f"unknown kind of worker {kind!r}; choose one of: {', '.join(servers)}")
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"--engine {kind} needs the server's address, not {url!r}: {kind}=http://HOST:PORT")
-    made = choose("engine", kind, ENGINES)
+    backend = load("engine", kind, ENGINES)
     if kind == "sglang":
-        return made(url.rstrip("/"), vocab_size=vocabulary)
-    return made(url.rstrip("/"), images=True) if images else made(url.rstrip("/"))
+        return backend(url.rstrip("/"), vocab_size=vocabulary)
+    return backend(url.rstrip("/"), images=True) if images else backend(url.rstrip("/"))
 
 
-def pool(
+def engine_pool(
     specs: Sequence[str],
     model: Path,
     *,
     slots: int,
     seed: int,
-    ledger: Path | None,
+    record: Path | None,
     start_timeout_s: float = 0.0,
     dtype: str = "auto",
 ) -> Any:
-    """All engines of a gateway as one. Servers are tried out before use; what runs in process is ours."""
+    """All engines of a gateway as one; servers are probed before use."""
+    with needs("gateway"):
+        from afield.gateway.engine_pool import EnginePool
+
     images = has_vision(model)
-    named = [f"{spec.partition('=')[0]}-{n}" for n, spec in enumerate(specs, 1)]
+    size = vocabulary_size(model)
     workers = {
-        name: engine(spec, model, slots=slots, seed=seed, ledger=ledger, images=images, dtype=dtype)
-        for name, spec in zip(named, specs, strict=True)
+        f"{spec.partition('=')[0]}-{number}": engine(
+            spec, model, slots=slots, seed=seed, record=record, images=images, dtype=dtype
+        )
+        for number, spec in enumerate(specs, 1)
     }
-    made = load("gateway.engine_pool:EnginePool")
-    size = vocabulary(model)
-    return made(
+    return EnginePool(
         workers,
         connect=lambda kind, url: connect(kind, url, images=images, vocabulary=size),
-        check=check,
+        check=check_engine,
         start_timeout_s=start_timeout_s,
     )
 
 
-async def check(made: Engine) -> EngineInfo:
-    """Whether an engine is fit for use: a server has to show it."""
-    return await (load("engines.probe:checked")(made) if getattr(made, "url", "") else made.info())
+def scripted_reply() -> Any:
+    """The reply class of the scripted engine."""
+    from afield.engines.scripted import ScriptedReply
+
+    return ScriptedReply
 
 
-def vocabulary(model: Path) -> int | None:
-    """How many ids a model has, where its files say so."""
+async def check_engine(engine: Engine) -> EngineInfo:
+    """Probe an inference server; an embedded engine only reports its info."""
+    if not getattr(engine, "url", ""):
+        return await engine.info()
+    from afield.engines.probe import checked
+
+    return await checked(engine)
+
+
+def vocabulary_of(model: Path) -> Any:
+    """The tokenizer's vocabulary of a model directory."""
+    with needs("gateway"):
+        from afield.chat.vocabulary import Vocabulary
+
+    tokenizer = model / "tokenizer.json"
+    return Vocabulary(tokenizer.read_bytes(), tokenizer)
+
+
+def vocabulary_size(model: Path) -> int | None:
+    """Number of token ids of a model, if its config.json says so."""
     config = read_config(model)
     size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     return size if isinstance(size, int) else None
 
 
-def published_dtype(wanted: str, told: str, model: Path) -> str:
-    """The dtype in which weights are published: as set, else what the engines say, else the model's own."""
-    if wanted != "auto":
-        return wanted
-    if told:
-        return told
+def published_dtype(setting: str, reported: str, model: Path) -> str:
+    """Dtype of published weights: the setting, else the engine's report, else the model's own."""
+    if setting != "auto":
+        return setting
+    if reported:
+        return reported
     config = read_config(model)
     own = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
-    chosen = own if own in HALVES else "float32"
+    dtype = own if own in HALF_DTYPES else "float32"
     log.warning(
-        "the engine does not say in which dtype it serves; weights are published in %s, set engine_dtype"
-        " if it is another",
-        chosen,
+        "the engine reports no dtype; weights are published in %s, set engine_dtype if it is another",
+        dtype,
     )
-    return chosen
+    return dtype

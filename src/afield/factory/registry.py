@@ -1,87 +1,234 @@
-"""The names of all backends, and how one is chosen and loaded."""
+"""Registry of backends: engines, runtimes, transports, trainers, sandboxes.
+
+A backend is one module, one function here that imports it, and one line of a table. It is imported when it
+is chosen; a missing library is reported with the extra that installs it.
+"""
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
+from msgspec import Struct
+
 from afield.errors import UsageError
 
+TORCH_LIBRARIES = ("torch", "transformers", "safetensors")
 EXTRAS = {
-    "cli": "train",
-    "tokens": "gateway",
-    "sdk": "gateway",
-    "engines": "train",
-    "trainers": "train",
-    "gateway": "gateway",
-    "runtimes": "gateway",
-    "transports": "gateway",
-}
-ENGINES = {
-    "torch": "engines.torch.engine:TorchEngine",
-    "scripted": "engines.scripted:ScriptedEngine",
-    "vllm": "engines.vllm.engine:VllmEngine",
-    "sglang": "engines.sglang.engine:SglangEngine",
-}
-START_TIMEOUT_S = 120.0
-SERVERS = ("vllm", "sglang")
-RUNTIMES = {
-    "process": "runtimes.process:ProcessRuntime",
-    "sandbox": "runtimes.sandbox:SandboxRuntime",
-    "container": "runtimes.docker.runtime:ContainerRuntime",
-    "agentcore": "runtimes.agentcore.runtime:AgentCoreRuntime",
-    "kubernetes": "runtimes.kubernetes.runtime:KubernetesRuntime",
-    "ray": "runtimes.ray.runtime:RayRuntime",
-    "inline": "runtimes.inline:InlineRuntime",
-    "served": "runtimes.remote:ServedRuntime",
-}
-# What `--runtime NAME=VALUE` says for short.
-IN_SHORT = {"container": "image", "agentcore": "arn", "kubernetes": "image", "ray": "address"}
-TOLD = ("sandbox", "container", "agentcore", "kubernetes", "ray")  # those with options of their own
-TAKES_TARGET = ("process", "sandbox", "ray", "inline")  # the others run an image, or are served elsewhere
-LIBRARIES = {
     "docker": "container",
     "kubernetes_asyncio": "kubernetes",
     "ray": "ray",
     "boto3": "aws",
     "botocore": "aws",
+    "nats": "nats",
+    "redis": "redis",
 }
-TRANSPORTS = {
-    "files": "transports.stores.files:FilesTransport",
-    "memory": "transports.stores.memory:MemoryTransport",
+"""Extras of libraries that have one of their own."""
+
+
+class Backend(Struct, frozen=True, kw_only=True):
+    """A backend that can be chosen by name."""
+
+    load: Callable[[], Any]
+    """Function that imports the backend and returns its class."""
+    extra: str = "gateway"
+    """Extra that installs its libraries."""
+    libraries: tuple[str, ...] = ()
+    """Libraries that are looked for before a run starts; loading them takes seconds."""
+
+
+class EngineBackend(Backend, frozen=True, kw_only=True):
+    """An engine."""
+
+    server: bool = False
+    """Whether it is an inference server, named as KIND=URL."""
+
+
+class RuntimeBackend(Backend, frozen=True, kw_only=True):
+    """A runtime."""
+
+    takes_agent: bool = False
+    """Whether it runs an agent named FILE.py:NAME; the others run an image, or are served elsewhere."""
+    argument: str = ""
+    """Option that `--runtime NAME=VALUE` sets."""
+
+
+def _torch_engine() -> Any:
+    from afield.engines.torch.engine import TorchEngine
+
+    return TorchEngine
+
+
+def _scripted_engine() -> Any:
+    from afield.engines.scripted import ScriptedEngine
+
+    return ScriptedEngine
+
+
+def _vllm_engine() -> Any:
+    from afield.engines.vllm.engine import VllmEngine
+
+    return VllmEngine
+
+
+def _sglang_engine() -> Any:
+    from afield.engines.sglang.engine import SglangEngine
+
+    return SglangEngine
+
+
+ENGINES: dict[str, EngineBackend] = {
+    "torch": EngineBackend(load=_torch_engine, extra="train", libraries=TORCH_LIBRARIES),
+    "scripted": EngineBackend(load=_scripted_engine),
+    "vllm": EngineBackend(load=_vllm_engine, server=True),
+    "sglang": EngineBackend(load=_sglang_engine, server=True),
 }
-TRAINERS = {"grpo": "trainers.grpo:GRPO"}
-LEARNING = ("torch", "transformers", "safetensors")
-HEAVY: dict[str, tuple[str, ...]] = {"engines.torch": LEARNING, "trainers.grpo": LEARNING}
 
 
-def choose(kind: str, name: str, among: dict[str, str]) -> Any:
-    check_name(kind, name, among)
-    return load(among[name])
+def _process_runtime() -> Any:
+    from afield.runtimes.process import ProcessRuntime
+
+    return ProcessRuntime
 
 
-def check_name(kind: str, name: str, among: dict[str, str]) -> None:
-    if name not in among:
-        raise UsageError(f"unknown {kind} {name!r}; choose one of: {', '.join(sorted(among))}")
+def _sandbox_runtime() -> Any:
+    from afield.runtimes.sandbox import SandboxRuntime
+
+    return SandboxRuntime
 
 
-def check_heavy(kind: str, name: str, among: dict[str, str], *, used: bool) -> None:
-    """As `choose`, but nothing is loaded: it takes seconds, which all parts spend at the same time later."""
-    check_name(kind, name, among)
-    module = among[name].partition(":")[0]
-    for library in HEAVY.get(module, ()) if used else ():
-        if find_spec(library) is None:
-            extra = EXTRAS[module.partition(".")[0]]
-            raise UsageError(f"{library} is not installed: pip install 'afield[{extra}]'")
+def _container_runtime() -> Any:
+    from afield.runtimes.docker.runtime import ContainerRuntime
+
+    return ContainerRuntime
 
 
-def load(where: str) -> Any:
-    module, _, name = where.partition(":")
+def _agentcore_runtime() -> Any:
+    from afield.runtimes.agentcore.runtime import AgentCoreRuntime
+
+    return AgentCoreRuntime
+
+
+def _kubernetes_runtime() -> Any:
+    from afield.runtimes.kubernetes.runtime import KubernetesRuntime
+
+    return KubernetesRuntime
+
+
+def _ray_runtime() -> Any:
+    from afield.runtimes.ray.runtime import RayRuntime
+
+    return RayRuntime
+
+
+def _inline_runtime() -> Any:
+    from afield.runtimes.inline import InlineRuntime
+
+    return InlineRuntime
+
+
+def _served_runtime() -> Any:
+    from afield.runtimes.remote import ServedRuntime
+
+    return ServedRuntime
+
+
+RUNTIMES: dict[str, RuntimeBackend] = {
+    "process": RuntimeBackend(load=_process_runtime, takes_agent=True),
+    "sandbox": RuntimeBackend(load=_sandbox_runtime, takes_agent=True),
+    "container": RuntimeBackend(load=_container_runtime, argument="image"),
+    "agentcore": RuntimeBackend(load=_agentcore_runtime, argument="arn"),
+    "kubernetes": RuntimeBackend(load=_kubernetes_runtime, argument="image"),
+    "ray": RuntimeBackend(load=_ray_runtime, takes_agent=True, argument="address"),
+    "inline": RuntimeBackend(load=_inline_runtime, takes_agent=True),
+    "served": RuntimeBackend(load=_served_runtime),
+}
+
+
+def _files_transport() -> Any:
+    from afield.transports.stores.files import FilesTransport
+
+    return FilesTransport
+
+
+def _memory_transport() -> Any:
+    from afield.transports.stores.memory import MemoryTransport
+
+    return MemoryTransport
+
+
+TRANSPORTS: dict[str, Backend] = {
+    "files": Backend(load=_files_transport),
+    "memory": Backend(load=_memory_transport),
+}
+
+
+def _grpo_trainer() -> Any:
+    from afield.trainers.grpo import GRPO
+
+    return GRPO
+
+
+TRAINERS: dict[str, Backend] = {
+    "grpo": Backend(load=_grpo_trainer, extra="train", libraries=TORCH_LIBRARIES),
+}
+
+
+def _local_sandbox() -> Any:
+    from afield.sandbox.local_sandbox import LocalSandbox
+
+    return LocalSandbox
+
+
+def _container_sandbox() -> Any:
+    from afield.runtimes.docker.sandbox import ContainerSandbox
+
+    return ContainerSandbox
+
+
+def _agentcore_sandbox() -> Any:
+    from afield.runtimes.agentcore.sandbox import AgentCoreSandbox
+
+    return AgentCoreSandbox
+
+
+SANDBOXES: dict[str, Backend] = {
+    "sandbox": Backend(load=_local_sandbox),
+    "container": Backend(load=_container_sandbox),
+    "agentcore": Backend(load=_agentcore_sandbox),
+}
+
+
+@contextmanager
+def needs(extra: str) -> Iterator[None]:
+    """Report an import that fails in this block with the extra that installs the library."""
     try:
-        return getattr(importlib.import_module(f"afield.{module}"), name)
+        yield
     except ModuleNotFoundError as error:
-        if error.name and error.name.startswith("afield"):
+        library = (error.name or "").partition(".")[0]
+        if library == "afield":
             raise
-        extra = LIBRARIES.get((error.name or "").partition(".")[0]) or EXTRAS[module.partition(".")[0]]
+        extra = EXTRAS.get(library, extra)
         raise UsageError(f"{error.name} is not installed: pip install 'afield[{extra}]'") from error
+
+
+def load(kind: str, name: str, backends: Mapping[str, Backend]) -> Any:
+    """Import the backend of a name and return its class."""
+    check_name(kind, name, backends)
+    with needs(backends[name].extra):
+        return backends[name].load()
+
+
+def check_name(kind: str, name: str, backends: Mapping[str, Backend]) -> None:
+    if name not in backends:
+        raise UsageError(f"unknown {kind} {name!r}; choose one of: {', '.join(sorted(backends))}")
+
+
+def check_installed(kind: str, name: str, backends: Mapping[str, Backend]) -> None:
+    """Check a name and its libraries without loading them."""
+    check_name(kind, name, backends)
+    for library in backends[name].libraries:
+        if find_spec(library) is None:
+            raise UsageError(f"{library} is not installed: pip install 'afield[{backends[name].extra}]'")

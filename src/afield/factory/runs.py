@@ -1,4 +1,4 @@
-"""What else a run is made of: its store of outcomes, its trainer, and how it goes about collecting."""
+"""Parts of a training run from its settings: transport, limiter, trainer, rollout plan."""
 
 from __future__ import annotations
 
@@ -7,60 +7,70 @@ from pathlib import Path
 
 from msgspec import structs
 
-from afield.factory.registry import TRAINERS, TRANSPORTS, choose, load
+from afield.factory.registry import TRAINERS, TRANSPORTS, load, needs
 from afield.interfaces import Trainer, Transport
-from afield.options import policies_of
 from afield.orchestrator.config import RolloutConfig
-from afield.orchestrator.deadlines import Deadlines
 from afield.orchestrator.groups import StalenessWindow
 from afield.orchestrator.state import RunDirectory
 from afield.ratelimit import LocalLimiter, RateLimits, SharedLimiter
-from afield.settings import TrainConfig
-from afield.types import Budget, FailureKind, Sampling, Task
+from afield.settings.fields import values_of
+from afield.settings.gateway import GatewaySettings, LimitSettings
+from afield.settings.rollouts import deadlines_of, retries_of
+from afield.settings.sessions import policies_of
+from afield.settings.train import TrainConfig
+from afield.types import Budget, Sampling, Task
 
 
 def transport(config: TrainConfig, run: RunDirectory) -> Transport:
-    """`files`, `memory`, or a specification such as `s3://BUCKET?sqs=URL`."""
+    """The transport `files`, `memory`, or of a specification such as `s3://BUCKET?sqs=URL`."""
     if "://" in config.outcomes:
-        return load("transports.spec:from_spec")(config.outcomes, run.outcomes)
-    made = choose("transport", config.transport, TRANSPORTS)
-    return made() if config.transport == "memory" else made(run.outcomes)
+        with needs("gateway"):
+            from afield.transports.spec import from_spec
+
+            return from_spec(config.outcomes, run.outcomes)
+    backend = load("transport", config.transport, TRANSPORTS)
+    return backend() if config.transport == "memory" else backend(run.outcomes)
 
 
 def limiter(
-    config: TrainConfig, pace: RateLimits | None = None, file: str | Path | None = None
+    config: TrainConfig, limits: RateLimits | None = None, file: str | Path | None = None
 ) -> LocalLimiter | SharedLimiter:
-    """The one limiter of a run, a client or a veRL job: `pace`, or the rates that `config` has.
+    """The launch limiter of a run, a client or a veRL job: `limits`, or the rates of `config`.
 
-    Where a place has quotas of its own, they hold for whatever is left open.
+    AgentCore's quotas fill in what is left open.
     """
-    pace = pace or RateLimits(
+    limits = limits or RateLimits(
         rate_per_s=config.launch_rate, cold_start_s=config.cold_start_s, starting=config.launching
     )
-    if config.place == "agentcore":
+    if config.runtime_name == "agentcore":
         quotas = config.agentcore
-        pace = structs.replace(
-            pace,
-            rate_per_s=pace.rate_per_s or quotas.rate,
-            stop_per_s=pace.stop_per_s or quotas.stop_rate,
-            cold_start_s=pace.cold_start_s or quotas.cold_start_s,
+        limits = structs.replace(
+            limits,
+            rate_per_s=limits.rate_per_s or quotas.rate,
+            stop_per_s=limits.stop_per_s or quotas.stop_rate,
+            cold_start_s=limits.cold_start_s or quotas.cold_start_s,
         )
     file = file or config.limiter_file
-    return SharedLimiter(pace, Path(file)) if file else LocalLimiter(pace)
+    return SharedLimiter(limits, Path(file)) if file else LocalLimiter(limits)
 
 
 def trainer(config: TrainConfig) -> Trainer:
+    """The trainer of a run; one that changes nothing if the weights are frozen."""
     if config.freeze_weights:
-        return load("trainers.frozen:Frozen")(Path(config.model))
-    made = choose("trainer", config.trainer, TRAINERS)
-    told = structs.asdict(config.learn)
-    if told["devices"] > 1:
-        made = load("trainers.fsdp.trainer:FSDPTrainer")
+        from afield.trainers.frozen import Frozen
+
+        return Frozen(Path(config.model))
+    backend = load("trainer", config.trainer, TRAINERS)
+    options = structs.asdict(config.learn)
+    if options["devices"] > 1:
+        from afield.trainers.fsdp.trainer import FSDPTrainer
+
+        backend = FSDPTrainer
     else:
-        del told["devices"]
-    told["device"] = told["device"] or None
-    told["length"] = told["length"] or config.max_tokens * (config.max_calls or 1)
-    return made(
+        del options["devices"]
+    options["device"] = options["device"] or None
+    options["length"] = options["length"] or config.max_tokens * (config.max_calls or 1)
+    return backend(
         Path(config.model),
         lr=config.learning_rate,
         minibatches=config.minibatches,
@@ -71,11 +81,11 @@ def trainer(config: TrainConfig) -> Trainer:
         advantage=config.advantage,
         seed=config.seed,
         thinking=config.thinking,
-        **told,
+        **options,
     )
 
 
-def plan(config: TrainConfig, run: RunDirectory) -> RolloutConfig:
+def rollout_config(config: TrainConfig, run: RunDirectory) -> RolloutConfig:
     return RolloutConfig(
         exp_id=config.exp_id or run.id,
         model_id=Path(config.model).name,
@@ -87,12 +97,8 @@ def plan(config: TrainConfig, run: RunDirectory) -> RolloutConfig:
         straggler_after=config.straggler_after,
         baseline=config.advantage == "remax",
         concurrency=config.concurrency,
-        deadlines=deadlines(config),
-        retries={
-            FailureKind.TASK: config.retries_task,
-            FailureKind.VERIFIER: config.retries_verifier,
-            FailureKind.INFRASTRUCTURE: config.retries_infrastructure,
-        },
+        deadlines=deadlines_of(config),
+        retries=retries_of(config),
         sampling=Sampling(temperature=config.temperature, max_tokens=config.max_tokens),
         budget=Budget(calls=config.max_calls, context=config.max_context),
         **policies_of(config),
@@ -106,26 +112,30 @@ def plan(config: TrainConfig, run: RunDirectory) -> RolloutConfig:
     )
 
 
-def deadlines(config: TrainConfig) -> Deadlines:
-    same = (
-        "queue_timeout_s",
-        "launch_timeout_s",
-        "first_call_timeout_s",
-        "idle_timeout_s",
-        "verifier_timeout_s",
-        "upload_timeout_s",
-        "teardown_timeout_s",
-        "rollout_timeout_s",
-    )
-    return Deadlines(
-        attempt_timeout_s=config.attempt_timeout_s,
-        active_s=min(60.0, config.attempt_timeout_s / 2),
-        heartbeat_timeout_s=config.heartbeat_timeout_s,
-        **{name: getattr(config, name) for name in same},
+def gateway_settings(config: TrainConfig, run: RunDirectory) -> GatewaySettings:
+    """Settings of the gateway that a training run starts."""
+    outcomes = ""
+    if config.delivery == "gateway":
+        outcomes = config.outcomes if "://" in config.outcomes else f"files://{run.outcomes}"
+    return GatewaySettings(
+        model=config.model,
+        engine=(config.engine,),
+        slots=config.engine_slots,
+        seed=config.seed,
+        engine_dtype=config.engine_dtype,
+        record_engine_calls=str(run.path / "engine-calls.jsonl") if config.record_engine_calls else "",
+        host=config.gateway_host,
+        port=config.gateway_port,
+        public_url=config.gateway_url,
+        store=str(run.gateway),
+        keep_sessions_h=config.keep_sessions_h or 0.0,
+        durable=config.durable,
+        outcomes=outcomes,
+        **values_of(config, LimitSettings),
     )
 
 
-def window(config: TrainConfig, tasks: Sequence[Task]) -> StalenessWindow:
+def staleness_window(config: TrainConfig, tasks: Sequence[Task]) -> StalenessWindow:
     groups = config.steps * config.tasks_per_step
     if config.epochs is not None:
         groups = config.epochs * len(tasks)

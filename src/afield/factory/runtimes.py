@@ -1,4 +1,4 @@
-"""Where agents and verifiers run; what is launched there is noted, and ended if we are killed."""
+"""Runtimes of agents and verifiers from training settings."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ import msgspec
 from msgspec import structs
 
 from afield.errors import UsageError
-from afield.factory.registry import IN_SHORT, RUNTIMES, TAKES_TARGET, choose, load
+from afield.factory.registry import RUNTIMES, load, needs
 from afield.interfaces import Runtime, Transport
 from afield.orchestrator.state import RunDirectory, write_whole
-from afield.settings import Environment, TrainConfig, agent_environment
+from afield.settings.environment import Environment, agent_environment
+from afield.settings.train import TrainConfig
 
 log = logging.getLogger("afield.factory")
 
 
-def runtime(config: TrainConfig, run: RunDirectory, carrier: Transport) -> Runtime:
-    """Where agents run; what is launched there is noted in the run's roster."""
-    made = _runtime(config, run, carrier, run.id)
-    return _rostered(made, run, config.place, lambda: guard(config, run))
+def runtime(config: TrainConfig, run: RunDirectory, transport: Transport) -> Runtime:
+    """The runtime of agents; its sessions are tracked in the run's registry."""
+    inner = _runtime(config, run, transport, run.id)
+    return _tracked(inner, run, config.runtime_name, lambda: cleanup_process(config, run))
 
 
-def verifiers(config: TrainConfig, run: RunDirectory, carrier: Transport) -> Runtime | None:
-    """Where verifiers run: the same kinds of places, each for one verifier alone."""
+def verifier_runtime(config: TrainConfig, run: RunDirectory, transport: Transport) -> Runtime | None:
+    """The runtime of verifiers, with one process for each; None without a verifier."""
     if not config.verifier:
         return None
-    judging = structs.replace(
+    config = structs.replace(
         config,
         agent=config.verifier,
         runtime=config.verifier_runtime,
@@ -44,19 +45,36 @@ def verifiers(config: TrainConfig, run: RunDirectory, carrier: Transport) -> Run
         deliver="auto",
     )
     home = RunDirectory(run.path / "verifiers")
-    return _rostered(_runtime(judging, home, carrier, f"{run.id}.verifiers"), home, judging.place)
+    return _tracked(_runtime(config, home, transport, f"{run.id}.verifiers"), home, config.runtime_name)
 
 
-def _rostered(made: Runtime, run: RunDirectory, name: str, guard: Any = None) -> Runtime:
-    return load("runtimes.registry:TrackedRuntime")(
-        made, load("runtimes.registry:SessionRegistry")(run.sessions), name, guard
-    )
+def session_registry(path: Path) -> Any:
+    """The registry of a run's sessions."""
+    with needs("gateway"):
+        from afield.runtimes.registry import SessionRegistry
+
+    return SessionRegistry(path)
+
+
+def untracked(runtime: Runtime) -> Runtime:
+    """The runtime inside a tracked one: its sessions are not written to the registry."""
+    with needs("gateway"):
+        from afield.runtimes.registry import TrackedRuntime
+
+    return runtime.runtime if isinstance(runtime, TrackedRuntime) else runtime
+
+
+def _tracked(inner: Runtime, run: RunDirectory, name: str, guard: Any = None) -> Runtime:
+    with needs("gateway"):
+        from afield.runtimes.registry import TrackedRuntime
+
+    return TrackedRuntime(inner, session_registry(run.sessions), name, guard)
 
 
 @asynccontextmanager
-async def guard(config: TrainConfig, run: RunDirectory) -> AsyncIterator[None]:
-    """A process that ends what we leave running if we are killed, unless another of us takes it over."""
-    if not run.config.exists():  # it has to know the places it reaps in
+async def cleanup_process(config: TrainConfig, run: RunDirectory) -> AsyncIterator[None]:
+    """A process that ends the run's sessions if this one is killed and no other takes over."""
+    if not run.config.exists():  # it reads the runtimes from there
         write_whole(run.config, msgspec.json.encode(config), private=True)
     run.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     command = [sys.executable, "-m", "afield", "cleanup", str(run.path), "--when-stdin-ends"]
@@ -77,19 +95,22 @@ async def guard(config: TrainConfig, run: RunDirectory) -> AsyncIterator[None]:
         await process.wait()
 
 
-def _runtime(config: TrainConfig, run: RunDirectory, carrier: Transport, called: str) -> Runtime:
-    """`called`: what its sessions are found by in a place that others share."""
+def _runtime(config: TrainConfig, run: RunDirectory, transport: Transport, prefix: str) -> Runtime:
+    """`prefix` names the sessions in a cluster or engine that others share."""
     name, _, argument = config.runtime.partition("=")
     if name == "sandbox" and config.sandbox.without_bubblewrap == "process" and not shutil.which("bwrap"):
-        log.warning("there is no bubblewrap here: agents run in plain processes, as you allowed")
+        log.warning(
+            "bubblewrap is not installed: agents run in plain processes, as without_bubblewrap allows"
+        )
         config, name = structs.replace(config, process_per_rollout=True), "process"
-    made = choose("runtime", name, RUNTIMES)
+    backend = load("runtime", name, RUNTIMES)
     if name == "served":
-        return made(addresses(argument), key_file=Environment.read().invocation_key)
+        return backend(addresses(argument), key_file=Environment.read().invocation_key)
     if name == "inline":
-        return made(_function(config), **({"deliver": carrier.deliver} if config.delivery == "store" else {}))
+        deliver = {"deliver": transport.deliver} if config.delivery == "store" else {}
+        return backend(_function(config), **deliver)
     if name == "process":
-        return made(
+        return backend(
             config.agent,
             workers=config.workers,
             fresh=config.process_per_rollout,
@@ -99,30 +120,30 @@ def _runtime(config: TrainConfig, run: RunDirectory, carrier: Transport, called:
         )
     options = getattr(config, name)
     if argument:
-        options = structs.replace(options, **{IN_SHORT[name]: argument})
+        options = structs.replace(options, **{RUNTIMES[name].argument: argument})
     if name == "sandbox":
-        return made(config.agent, options, log_dir=run.logs, hidden=kept_from_agents(config))
+        return backend(config.agent, options, log_dir=run.logs, hidden=hidden_files(config))
     if name == "agentcore":
-        return made(options, name=called, ledger=run.path / "agentcore.sqlite")
-    target = (config.agent,) if name in TAKES_TARGET else ()
-    return made(*target, options, name=called, log_dir=run.logs)
+        return backend(options, name=prefix, ledger=run.path / "agentcore.sqlite")
+    agent = (config.agent,) if RUNTIMES[name].takes_agent else ()
+    return backend(*agent, options, name=prefix, log_dir=run.logs)
 
 
-def kept_from_agents(config: TrainConfig) -> list[str]:
-    """Files that no agent may see, should they lie where it sees anything: verifiers, tasks, secrets."""
-    secrets = Environment.read().secrets
-    kept = [file_of(config.verifier) if config.verifier else "", config.tasks, config.val_tasks, str(secrets)]
-    if config.verifier and file_of(config.verifier) == file_of(config.agent):
+def hidden_files(config: TrainConfig) -> list[str]:
+    """Files that no sandboxed agent may see: the verifier, the tasks, the gateways' secrets."""
+    verifier = file_of(config.verifier) if config.verifier else ""
+    if verifier and verifier == file_of(config.agent):
         log.warning(
             "agent and verifier are both in %s: the agent can read how it is graded; give each its own file",
-            file_of(config.agent),
+            verifier,
         )
-        kept[0] = ""
-    return [str(Path(place).resolve()) for place in kept if place]
+        verifier = ""
+    files = (verifier, config.tasks, config.val_tasks, str(Environment.read().secrets))
+    return [str(Path(file).resolve()) for file in files if file]
 
 
 def file_of(target: str) -> str:
-    """The file of `path/to/file.py:name` or `package.module:name`; empty where none is found."""
+    """The file of `path/to/file.py:name` or `package.module:name`; empty if there is none."""
     place = target.rpartition(":")[0]
     if place.endswith(".py"):
         return str(Path(place).resolve())
@@ -135,23 +156,26 @@ def file_of(target: str) -> str:
 
 
 def _outcome_root(config: TrainConfig, run: RunDirectory) -> Path:
-    """The directory that `file:` outcomes of this run go to."""
-    _, given, path = config.outcomes.partition("files://")
-    return Path(path.partition("?")[0]) if given else run.outcomes
+    """Directory to which agents of this run write `file:` outcomes."""
+    _, scheme, path = config.outcomes.partition("files://")
+    return Path(path.partition("?")[0]) if scheme else run.outcomes
 
 
 def _function(config: TrainConfig) -> Any:
-    agent = load("sdk.serve:load_object")(config.agent)
-    if isinstance(agent, load("sdk.app:Entrypoints")):
+    from afield.sdk.app import Entrypoints
+    from afield.sdk.serve import load_object
+
+    agent = load_object(config.agent)
+    if isinstance(agent, Entrypoints):
         raise UsageError(f"{config.agent} is an app: run it with --runtime process")
     return agent
 
 
-def addresses(given: str) -> list[str]:
-    """Those of `served=URL,URL`."""
-    urls = [url.strip().rstrip("/") for url in given.split(",") if url.strip()]
+def addresses(argument: str) -> list[str]:
+    """The addresses of `served=URL,URL`."""
+    urls = [url.strip().rstrip("/") for url in argument.split(",") if url.strip()]
     for url in urls or [""]:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise UsageError(f"runtime served={given} needs addresses: served=http://HOST:PORT,...")
+            raise UsageError(f"runtime served={argument} needs addresses: served=http://HOST:PORT,...")
     return urls

@@ -35,14 +35,14 @@ class Process:
         index: int,
         environment: Mapping[str, str],
         *,
-        settings: bytes = b"",
+        first_line: Callable[[int, int], bytes],
         start_timeout_s: float = START_S,
     ) -> None:
-        """`settings` is written to its standard input as one line."""
+        """`first_line` makes its first line of input from its index and the descriptor of its link."""
         self._command = command
         self._index = index
         self._environment = environment
-        self._settings = settings
+        self._first_line = first_line
         self._start_timeout_s = start_timeout_s
         self._handing_over = asyncio.Lock()
         self._writable = asyncio.Event()
@@ -54,17 +54,13 @@ class Process:
         with theirs:
             self.process = await asyncio.create_subprocess_exec(
                 *self._command,
-                "--shard",
-                str(self._index),
-                "--shard-link",
-                str(theirs.fileno()),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
                 env=self._environment,
             )
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(self._settings + b"\n")
+            assert self.process.stdin is not None and self.process.stdout is not None
+            self.process.stdin.write(self._first_line(self._index, theirs.fileno()))
         try:
             line = await asyncio.wait_for(self.process.stdout.readline(), self._start_timeout_s)
         except TimeoutError:
@@ -123,13 +119,16 @@ class Front:
         count: int,
         environment: Mapping[str, str],
         *,
-        settings: bytes = b"",
+        first_line: Callable[[int, int], bytes],
         start_timeout_s: float = START_S,
         per_address: int = sys.maxsize,
     ) -> None:
-        """All processes get the same `settings`. `per_address` limits connections without a complete head."""
-        more = {"settings": settings, "start_timeout_s": start_timeout_s}
-        self._processes = [Process(command, index, environment, **more) for index in range(count)]
+        """`first_line` makes each process's first line of input. `per_address` limits connections without a
+        whole head."""
+        self._processes = [
+            Process(command, index, environment, first_line=first_line, start_timeout_s=start_timeout_s)
+            for index in range(count)
+        ]
         self._looking: set[asyncio.Task[None]] = set()
         self._headless: Counter[str] = Counter()
         self._per_address = per_address
@@ -246,8 +245,3 @@ async def receive_connections(link: int, take: Callable[[socket.socket], None]) 
                 take(socket.socket(fileno=descriptor))
             if not message:
                 return
-
-
-def command_of(argv: Sequence[str]) -> list[str]:
-    """Returns the command line for a gateway process, from this process's own."""
-    return [sys.executable, "-m", "afield", *argv]

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 from msgspec import Struct, field
 
-from afield.options import SessionPolicies
+from afield.settings.sessions import SessionPolicies
 from afield.types import Budget, Exclusion, Failure, Image, Policy, Sampling, Split, Trajectory, Turn
 from afield.wire import Submission
 

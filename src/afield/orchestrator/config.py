@@ -7,8 +7,8 @@ from typing import Literal, Protocol
 
 from msgspec import field
 
-from afield.options import SessionPolicies
 from afield.orchestrator.deadlines import Deadlines
+from afield.settings.sessions import SessionPolicies
 from afield.types import Budget, FailureKind, Outcome, Rollout, RolloutResult, Sampling, check_id
 
 DEFAULT_RETRIES = {FailureKind.TASK: 1, FailureKind.VERIFIER: 1, FailureKind.INFRASTRUCTURE: 3}

@@ -5,50 +5,8 @@ from __future__ import annotations
 from msgspec import Struct
 
 from afield.interfaces import SessionState
+from afield.settings.rollouts import Deadlines
 from afield.types import Failure, FailureKind, Reason
-
-
-class Deadlines(Struct, frozen=True, kw_only=True):
-    """Seconds; None is no bound.
-
-    `queue_timeout_s` until it is its turn to be launched; `launch_timeout_s` until the agent has taken its
-    payload;
-    `first_call_timeout_s` until it calls the model; `idle_timeout_s` between calls; `attempt_timeout_s` from
-    launch to outcome;
-    `verifier_timeout_s` from the end of its session to the outcome; `upload_timeout_s` from the end of the
-    agent to its
-    outcome; `teardown_timeout_s` for ending it; `rollout_timeout_s` for the rollout with all its attempts.
-
-    An attempt that reaches `attempt_timeout_s` is the policy's failure when the model was called within the
-    last
-    `active_s`, and the infrastructure's otherwise. Time that its calls stand in line is not held against it,
-    up to `attempt_timeout_s` once more; if even that is used up, the failure is the infrastructure's. An
-    agent whose SDK
-    sent signs of life is taken for dead after `heartbeat_timeout_s` without one, unless its runtime knows
-    that it runs.
-    """
-
-    queue_timeout_s: float | None = None
-    launch_timeout_s: float = 120.0
-    first_call_timeout_s: float | None = None
-    idle_timeout_s: float | None = None
-    attempt_timeout_s: float = 300.0
-    verifier_timeout_s: float | None = None
-    upload_timeout_s: float = 5.0
-    teardown_timeout_s: float = 30.0
-    rollout_timeout_s: float | None = None
-    active_s: float = 60.0
-    heartbeat_timeout_s: float = 15.0
-
-    def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"deadline {name} = {value:g} must be positive, or left out for no bound")
-
-    @property
-    def shortest_s(self) -> float:
-        return min(v for name in self.__struct_fields__ if (v := getattr(self, name)) is not None)
 
 
 class Progress(Struct):
@@ -147,7 +105,7 @@ def _ran_out(deadlines: Deadlines, progress: Progress, state: SessionState | Non
         return _late(f"{late}{stood}; have more engines, or less concurrency")
     if state is None:
         return _late(late + "the gateway cannot say what it did")
-    if state.calls and state.idle_s <= deadlines.active_s:
+    if state.calls and state.idle_s <= deadlines.active_window_s:
         told = f"the model was still being called ({state.calls} calls)"
         return Failure(FailureKind.POLICY, Reason.TIMEOUT, late + told)
     if not state.calls:

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from afield import wire
 from afield.errors import Outage, RateLimited, WireError
 from afield.interfaces import Gateway, Runtime, SessionSpec, Transport
-from afield.options import policies_of
 from afield.orchestrator.availability import (
     Availability,
     describe_error,
@@ -27,6 +26,7 @@ from afield.orchestrator.availability import (
 from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.watcher import RunningAttempt
 from afield.ratelimit import Limiter
+from afield.settings.sessions import policies_of
 from afield.types import Attempt, Failure, FailureKind, Reason
 from afield.wire import Invocation
 

@@ -28,7 +28,6 @@ from afield.errors import (
 )
 from afield.interfaces.runtime import Capabilities, Exit, Limit, SessionStatus
 from afield.log_tail import tail
-from afield.options import SandboxOptions
 from afield.runtimes import invocations
 from afield.runtimes.attempt_table import Attempts, broken
 from afield.sandbox import cgroups
@@ -36,6 +35,7 @@ from afield.sandbox.fork_server import ForkServer, new_socket_directory
 from afield.sandbox.local_sandbox import address
 from afield.sandbox.messages import ProcessExit, Program
 from afield.sandbox.process import SandboxProcess
+from afield.settings.runtimes import SandboxOptions
 from afield.types import Attempt, Reason
 from afield.wire import Invocation
 

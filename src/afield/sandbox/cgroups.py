@@ -14,8 +14,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from afield.options import Limits
 from afield.process_tree import start_time
+from afield.settings.runtimes import ResourceLimits
 
 KINDS = ("cpu", "memory", "pids")
 PREFIX = "afield-cells-"
@@ -43,7 +43,7 @@ class Groups:
                 if pid.isdigit() and start_time(int(pid)) != when:
                     _clear(left)
 
-    def make(self, name: str, limits: Limits) -> Group:
+    def make(self, name: str, limits: ResourceLimits) -> Group:
         places = {kind: home / self._name / name for kind, home in self._homes.items()}
         for kind, place in places.items():
             place.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ class Group(Struct, frozen=True):
     places: dict[str, Path]
     version: int
 
-    def limit(self, limits: Limits) -> None:
+    def limit(self, limits: ResourceLimits) -> None:
         quota = None if limits.cpus is None else round(limits.cpus * PERIOD_US)
         memory = None if limits.memory_mb is None else limits.memory_mb * 2**20
         if self.version == 2:

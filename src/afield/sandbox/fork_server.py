@@ -23,7 +23,6 @@ from typing import Any, Self
 
 from afield.errors import InfrastructureFailure, Unavailable, UsageError
 from afield.log_tail import tail
-from afield.options import Limits
 from afield.process_tree import start_time
 from afield.sandbox.bwrap import BwrapArgs, environment, walls
 from afield.sandbox.messages import (
@@ -43,6 +42,7 @@ from afield.sandbox.messages import (
     pair,
 )
 from afield.sandbox.process import SandboxProcess
+from afield.settings.runtimes import ResourceLimits
 from afield.types import Reason
 
 CLOSE_S = 15.0
@@ -78,7 +78,7 @@ class ForkServer:
     def __init__(
         self,
         program: Program,
-        limits: Limits,
+        limits: ResourceLimits,
         *,
         directory: Path,
         log_dir: Path,
@@ -198,7 +198,7 @@ class ForkServer:
         *,
         allow: Sequence[Address] = (),
         env: Mapping[str, str] | None = None,
-        limits: Limits | None = None,
+        limits: ResourceLimits | None = None,
         timeout_s: float | None = None,
     ) -> SandboxProcess:
         """A new cell, once its port takes connections. It may reach the addresses in `allow`, by these names.

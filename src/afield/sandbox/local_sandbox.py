@@ -12,10 +12,10 @@ from typing import Self
 
 from afield.errors import UsageError
 from afield.interfaces.sandbox import ExecResult
-from afield.options import SandboxOptions
 from afield.sandbox.fork_server import ForkServer, new_socket_directory
 from afield.sandbox.messages import Program
 from afield.sandbox.process import EXEC_S, SandboxProcess
+from afield.settings.runtimes import SandboxOptions
 
 PLAIN = SandboxOptions()
 

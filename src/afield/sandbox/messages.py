@@ -24,7 +24,7 @@ import msgspec
 from msgspec import MsgspecError, Struct, field
 
 from afield.errors import Unavailable, UsageError
-from afield.options import Limits
+from afield.settings.runtimes import ResourceLimits
 
 PORT = 8080
 
@@ -142,7 +142,7 @@ class Start(Struct, frozen=True, kw_only=True, tag=True):
     log: str
     doors: tuple[Address, ...] = ()
     env: Mapping[str, str] = {}
-    limits: Limits = Limits()
+    limits: ResourceLimits = ResourceLimits()
     port: int = 0
     timeout_s: float = 60.0
     rlimit_memory: bool = False

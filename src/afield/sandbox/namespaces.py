@@ -14,10 +14,10 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from afield.options import Limits
 from afield.sandbox import syscalls
 from afield.sandbox.bwrap import GROUP, HOSTS, IMAGE, PASSWD, SCRATCH, STAGE, sensitive
 from afield.sandbox.messages import Address
+from afield.settings.runtimes import ResourceLimits
 
 USER = 1000
 INODES_PER_MB = 128
@@ -34,7 +34,7 @@ def enter() -> None:
     syscalls.map_ids(USER, USER)
 
 
-def furnish(limits: Limits, mounted: Sequence[str], hosts: str, *, image: bool) -> None:
+def furnish(limits: ResourceLimits, mounted: Sequence[str], hosts: str, *, image: bool) -> None:
     syscalls.mount("none", "/", flags=syscalls.REC | syscalls.PRIVATE)
     size = (
         ""

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from afield.errors import Unavailable
-from afield.options import Limits
 from afield.sandbox import cgroups
 from afield.sandbox.cgroups import Group, Groups
 from afield.sandbox.messages import (
@@ -50,6 +49,7 @@ from afield.sandbox.messages import (
     transmit,
 )
 from afield.sandbox.relay import Relay
+from afield.settings.runtimes import ResourceLimits
 
 SETTLE_S = 5.0
 DYING_S = 60.0
@@ -282,7 +282,7 @@ async def _ended(pidfd: int) -> bool:
 
 
 AT_ONCE = 16  # cells that are made at one time
-NEST = Limits(cpus=None, memory_mb=None, pids=16_384, disk_mb=None, files=None)
+NEST = ResourceLimits(cpus=None, memory_mb=None, pids=16_384, disk_mb=None, files=None)
 
 
 class Supervisor:

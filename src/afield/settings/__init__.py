@@ -1,33 +1,10 @@
-"""TOML and environment to plain values; the only reader of the environment.
+"""Settings: one tree of structs with a docstring under each field.
 
-Precedence: command line, then the file given with --config, then the defaults in `train`. Components
-never see what is read here, only values.
+Command-line flags and their help, docs/reference/settings.md and veRL's keys are generated from it.
+Precedence: command line, then the file given with --config, then the defaults of the fields.
+
+- `fields`: what a settings struct is, and how its fields are described
+- `train`, `gateway`: the settings of a training run and of a gateway
+- `rollouts`, `sessions`, `trainer`, `runtimes`: the groups they are made of
+- `values`: files and flags to values; `environment`: the only reader of environment variables
 """
-
-from __future__ import annotations
-
-from afield.settings.environment import Environment, agent_environment, from_environment, lend
-from afield.settings.gateway import ENGINE_START_S, GatewaySettings
-from afield.settings.tasks import read_tasks
-from afield.settings.train import ELSEWHERE, TrainConfig, build, train_config
-from afield.settings.values import PATHS, assigned, converted, from_file, located, merged
-
-__all__ = [
-    "ELSEWHERE",
-    "ENGINE_START_S",
-    "PATHS",
-    "Environment",
-    "GatewaySettings",
-    "TrainConfig",
-    "agent_environment",
-    "assigned",
-    "build",
-    "converted",
-    "from_environment",
-    "from_file",
-    "lend",
-    "located",
-    "merged",
-    "read_tasks",
-    "train_config",
-]

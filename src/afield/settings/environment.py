@@ -1,4 +1,4 @@
-"""What afield takes from the environment, and what agents get of it; nothing else reads it."""
+"""Environment variables that afield reads, and those that agents inherit."""
 
 from __future__ import annotations
 
@@ -14,27 +14,38 @@ from afield.private_files import read_private, state_directory
 from afield.process_secrets import hide_variables
 from afield.settings.values import assigned
 
-SECRET = ("AFIELD_ADMIN_KEY", "AFIELD_OUTCOMES", "AFIELD_ACR_SECRET_KEY")
+SECRETS = ("AFIELD_ADMIN_KEY", "AFIELD_OUTCOMES", "AFIELD_ACR_SECRET_KEY")
 
 
 class Environment(Struct, frozen=True):
-    """What afield takes from the environment."""
+    """Values from environment variables, and directories that depend on them."""
 
     admin_key: str | None
+    """Admin key of a gateway: AFIELD_ADMIN_KEY, or the content of AFIELD_ADMIN_KEY_FILE."""
     runs: Path
-    envs: Path  # where foreign programs are installed
-    template_profiles: Path  # cached profiles of chat templates
-    secrets: Path  # signing secrets of gateways, one file for each store
-    invocation_key: Path | None = None  # signs what goes to agents that others serve; None is the user's own
-    outcomes: str = ""  # where a gateway's outcomes go; an address may hold a password, which argv would show
-    acr_secret_key: str = ""  # what clients of `afield agentcore-local` sign with
+    """Directory of runs: AFIELD_RUNS, default `runs`."""
+    envs: Path
+    """Directory in which third-party programs are installed."""
+    template_profiles: Path
+    """Cache of chat template profiles."""
+    secrets: Path
+    """Directory of signing secrets, one file for each gateway store."""
+    invocation_key: Path | None = None
+    """Key that signs calls to agents that are served elsewhere: AFIELD_INVOCATION_KEY_FILE, default the
+    user's own."""
+    outcomes: str = ""
+    """Transport of a gateway's outcomes: AFIELD_OUTCOMES. An address may hold a password, which a command
+    line would show."""
+    agentcore_secret_key: str = ""
+    """Secret key of clients of `afield agentcore-local`: AFIELD_ACR_SECRET_KEY."""
 
     @classmethod
     def read(cls) -> Self:
-        given = os.environ.get("XDG_CACHE_HOME")
-        cache = (Path(given) if given else Path.home() / ".cache") / "afield"
-        # Agents of the same user can read a process's first environment; we have it in memory from here on.
-        hide_variables(SECRET)
+        """Read the environment, and hide its secrets from other processes of the user."""
+        cache_home = os.environ.get("XDG_CACHE_HOME")
+        cache = (Path(cache_home) if cache_home else Path.home() / ".cache") / "afield"
+        # Agents of the same user can read a process's first environment.
+        hide_variables(SECRETS)
         return cls(
             os.environ.get("AFIELD_ADMIN_KEY") or _from_file(os.environ.get("AFIELD_ADMIN_KEY_FILE")),
             Path(os.environ.get("AFIELD_RUNS", "runs")),
@@ -55,17 +66,17 @@ def _from_file(path: str | None) -> str | None:
 
 
 def from_environment(prefix: str) -> dict[str, Any]:
-    """The values of PREFIX_KEY and PREFIX_TABLE__KEY, read as `assigned` reads them; an empty one is none."""
-    given = {name: value for name, value in os.environ.items() if name.startswith(f"{prefix}_") and value}
-    keys = {name: name.removeprefix(f"{prefix}_").lower().replace("__", ".") for name in given}
-    return assigned([f"{keys[name]}={value}" for name, value in given.items()])
+    """Values of PREFIX_KEY and PREFIX_TABLE__KEY variables that are not empty, read as `assigned` does."""
+    variables = {name: value for name, value in os.environ.items() if name.startswith(f"{prefix}_") and value}
+    keys = {name: name.removeprefix(f"{prefix}_").lower().replace("__", ".") for name in variables}
+    return assigned([f"{keys[name]}={value}" for name, value in variables.items()])
 
 
 def agent_environment() -> dict[str, str]:
-    """The environment an agent process inherits: ours without our secrets."""
-    return {key: value for key, value in os.environ.items() if key not in SECRET}
+    """The environment that agent processes inherit: this process's, without secrets."""
+    return {key: value for key, value in os.environ.items() if key not in SECRETS}
 
 
-def lend(values: Mapping[str, str]) -> None:
-    """Into this process's environment, for libraries that look only there."""
+def set_environment(values: Mapping[str, str]) -> None:
+    """Set environment variables of this process, for libraries that read nothing else."""
     os.environ.update(values)

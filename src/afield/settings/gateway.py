@@ -1,82 +1,110 @@
-"""Settings of one gateway, the same for each of its processes."""
+"""Gateway settings: one struct for the command line, files and child processes."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 import msgspec
-from msgspec import Struct
 
-from afield.errors import UsageError
+from afield.settings.fields import (
+    PATH,
+    Bound,
+    Count,
+    FilePath,
+    Metavar,
+    NotNegative,
+    SettingsGroup,
+    Url,
+    combine,
+)
+from afield.settings.trainer import EngineDtype
 
-ENGINE_START_S = 300.0
+LogFormat = Literal["text", "json"]
 
 
-class GatewaySettings(Struct, frozen=True, kw_only=True):
-    """What `afield gateway` was started with; processes of one port get it as JSON on standard input."""
+class ServerSettings(SettingsGroup, frozen=True, kw_only=True):
+    """Address, admin key and store of a gateway."""
 
-    model: str
-    """Hugging Face model directory."""
-    engine: tuple[str, ...]
-    """Engines as KIND or KIND=WHERE, one or more."""
-    admin_key: str
-    """Key of trainers and collectors."""
-    public_url: str
-    """Address that agents are given."""
-    local_url: str
-    """Address on this machine."""
-    store: Path
-    """Directory of the store."""
-    secret_file: Path | None = None
-    """File of the secret behind session keys; None for the default place."""
-    processes: int = 1
-    """Gateway processes on the one port (default: 1)."""
-    outcomes: str = ""
-    """Transport that outcomes of experiments go on to; empty for none."""
-    slots: int = 64
-    """Calls the embedded engine runs at once (default: 64)."""
-    seed: int = 0
-    """Seed of the embedded engine (default: 0)."""
-    engine_dtype: str = "auto"
-    """Dtype of the embedded engine; auto is float32 on a CPU and bfloat16 on a GPU."""
-    record_engine_calls: Path | None = None
-    """File that every engine call is written to; None for none."""
-    engine_start_timeout_s: float = ENGINE_START_S
-    """Seconds to wait at start for an engine that does not answer yet (default: 300)."""
-    max_submission_mb: int = 16
-    """MiB of one outcome or reward (default: 16)."""
-    max_session_mb: int = 256
-    """MiB of one session's requests in flight at once, decompressed (default: 256)."""
-    max_rewards: int = 10_000
-    """Rewards of one session (default: 10,000)."""
-    max_connections: int = 16_384
-    """Connections from one address at once, in each process (default: 16,384)."""
-    keep_sessions_h: float = 72.0
-    """Hours after which a session that is over leaves the store; 0 keeps all (default: 72)."""
-    path_keys: bool = False
-    """Whether base URLs carry the session's key, for clients that cannot send one (default: no)."""
+    title: ClassVar[str] = "Server"
+
+    host: Annotated[str, Metavar("HOST")] = "127.0.0.1"
+    """Address to listen on."""
+    port: Annotated[int, Metavar("PORT"), Bound(at_least=0, at_most=65535)] = 8400
+    """Port to listen on; 0 takes any free one."""
+    public_url: Url = ""
+    """Address given to agents; by default the one listened on."""
+    admin_key: Annotated[str, Metavar("KEY")] = ""
+    """Key of trainers and collectors, or AFIELD_ADMIN_KEY; on loopback one is generated and printed."""
+    admin_key_file: FilePath = ""
+    """File with the admin key, mode 0600."""
+    secret_file: FilePath = ""
+    """File of the secret that signs session keys; by default in ~/.local/state/afield/gateways."""
+    store: Annotated[str, Metavar("DIR"), PATH] = "gateway-store"
+    """Directory of the session store."""
+    keep_sessions_h: NotNegative = 72.0
+    """Hours after which a completed session leaves the store; 0 keeps all."""
     durable: bool = False
-    """Whether every commit survives a power cut (fsync per commit)."""
-    log_format: str = "text"
-    """Format of log lines: text or json."""
+    """Survive power cuts: fsync every commit."""
+    outcomes: Annotated[str, Metavar("SPEC")] = ""
+    """Transport to which outcomes are forwarded: files:///DIR or s3://BUCKET."""
+    processes: Count = 1
+    """Gateway processes that share the port."""
+    log_format: LogFormat = "text"
+    """Format of log lines."""
 
-    def __post_init__(self) -> None:
-        for name in ("processes", "max_submission_mb", "max_session_mb", "max_rewards", "max_connections"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
-        if not self.keep_sessions_h >= 0:
-            raise UsageError(f"--keep-sessions-h {self.keep_sessions_h:g} must be 0 or more")
-        if not self.engine_start_timeout_s >= 0:
-            raise UsageError(f"--engine-start-timeout {self.engine_start_timeout_s:g} must be 0 or more")
+
+class EngineSettings(SettingsGroup, frozen=True, kw_only=True):
+    """Model and engines behind a gateway."""
+
+    title: ClassVar[str] = "Engines"
+
+    model: Annotated[str, Metavar("DIR"), PATH]
+    """Model directory in Hugging Face format."""
+    engine: Annotated[tuple[str, ...], Metavar("KIND[=WHERE]")] = ("torch",)
+    """Engine: torch (embedded), vllm=URL, sglang=URL, or scripted=FILE for tests; may be repeated."""
+    slots: Count = 64
+    """Calls that the embedded engine runs at once."""
+    seed: int = 0
+    """Sampling seed of the embedded engine."""
+    engine_dtype: EngineDtype = "auto"
+    """Dtype of the embedded engine; auto is float32 on a CPU and bfloat16 on a GPU."""
+    engine_start_timeout_s: NotNegative = 300.0
+    """Seconds to wait at start for an engine that does not answer yet."""
+    record_engine_calls: FilePath = ""
+    """File to which every engine call is written, for checking."""
+
+
+class LimitSettings(SettingsGroup, frozen=True, kw_only=True):
+    """Limits of one session or client."""
+
+    title: ClassVar[str] = "Limits"
+
+    max_submission_mb: Count = 16
+    """MiB of one outcome or reward."""
+    max_session_mb: Count = 256
+    """MiB of one session's requests in flight at once, decompressed."""
+    max_rewards: Count = 10_000
+    """Rewards of one session."""
+    max_connections: Count = 16_384
+    """Connections from one address at once, in each process."""
+    path_keys: bool = False
+    """Put the session's key into its base URL, for clients that cannot send one."""
+
+
+if TYPE_CHECKING:
+
+    class _Gateway(EngineSettings, ServerSettings, LimitSettings, frozen=True, kw_only=True): ...
+
+else:
+    _Gateway = combine("_Gateway", EngineSettings, ServerSettings, LimitSettings)
+
+
+class GatewaySettings(_Gateway, frozen=True, kw_only=True):
+    """Settings of one gateway; its processes get them as JSON on standard input."""
 
     def to_json(self) -> bytes:
-        return msgspec.json.encode(self, enc_hook=str)
+        return msgspec.json.encode(self)
 
     @classmethod
     def from_json(cls, text: bytes) -> Self:
-        return msgspec.json.decode(text, type=cls, dec_hook=_read)
-
-
-def _read(kind: type[Any], value: Any) -> Any:
-    return kind(value)
+        return msgspec.json.decode(text, type=cls)

@@ -1,4 +1,4 @@
-"""A file of tasks."""
+"""Task files: JSONL with one task per line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from afield.types import Task
 
 
 def read_tasks(path: Path) -> list[Task]:
-    """A JSONL file: one object per line. `id` names a task; without one, its line does."""
+    """Read a JSONL file of objects; `id` names a task, or else its line number."""
     if not path.exists():
         raise UsageError(f"there is no task file {path}")
     if path.is_dir():
@@ -26,9 +26,7 @@ def read_tasks(path: Path) -> list[Task]:
             continue
         task = _task(path, number, line)
         if task.id in tasks:
-            raise UsageError(
-                f"{path} line {number}: the id {task.id!r} was used before; ids name one task each"
-            )
+            raise UsageError(f"{path} line {number}: duplicate task id {task.id!r}; give each task its own")
         tasks[task.id] = task
     if not tasks:
         raise UsageError(f"{path} has no tasks: write one JSON object per line")
@@ -40,7 +38,7 @@ def _task(path: Path, number: int, line: bytes) -> Task:
         row = msgspec.json.decode(line)
         if not isinstance(row, dict):
             raise ValueError(f"expected an object, got {type(row).__name__}")
-        given = row.get("id")
-        return Task(f"line-{number}" if given is None else str(given), row)
+        task_id = row.get("id")
+        return Task(f"line-{number}" if task_id is None else str(task_id), row)
     except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise UsageError(f"{path} line {number}: {error}") from error

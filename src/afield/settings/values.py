@@ -1,7 +1,7 @@
-"""Files and words to values of the right kind.
+"""Values of settings from TOML files, KEY=VALUE words and plain mappings, checked.
 
-An unknown key is an error that suggests the nearest known one; a value of the wrong kind is told by its
-key, with what would be right.
+An unknown key is an error that suggests the nearest known one; a value of the wrong type is an error that
+names its key and the right type.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from afield.errors import UsageError
+from afield.settings.fields import PATH, TARGET, marked, settings_of
 
 T = TypeVar("T", bound=Struct)
-PATHS = ("agent", "verifier", "model", "tasks", "val_tasks", "limiter_file")
-TARGETS = ("agent", "verifier")
-KINDS = {  # of values, for people
+TYPE_NAMES = {
     "int": "a whole number",
     "float": "a number",
     "str": "text",
@@ -33,7 +32,7 @@ KINDS = {  # of values, for people
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables of both, key by key; elsewhere `above` counts."""
+    """Both mappings as one; `above` wins, except that tables are merged key by key."""
     both = dict(below)
     for key, value in above.items():
         tables = isinstance(value, Mapping) and isinstance(both.get(key), Mapping)
@@ -42,7 +41,7 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 
 def assigned(words: Sequence[str]) -> dict[str, Any]:
-    """`KEY=VALUE` or `TABLE.KEY=VALUE`; a value is read as TOML has it, or is text."""
+    """Values of `KEY=VALUE` and `TABLE.KEY=VALUE`; a value is TOML, or else text."""
     values: dict[str, Any] = {}
     for word in words:
         key, sign, text = word.partition("=")
@@ -57,69 +56,74 @@ def assigned(words: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def converted(values: Mapping[str, Any], into: type[T], source: str) -> T:
-    """Values to a Struct, every one checked. What is wrong is told by its key, with what would be right."""
-    check_keys(values, into, source)
+def converted(values: Mapping[str, Any], struct: type[T], source: str) -> T:
+    """The values as a struct, every one checked; `source` names their origin in errors."""
+    check_keys(values, struct, source)
     try:
-        return msgspec.convert(dict(values), into)
+        return msgspec.convert(dict(values), struct)
     except msgspec.ValidationError as error:
-        raise UsageError(f"{source}: {_told(str(error), values)}") from error
+        raise UsageError(f"{source}: {_readable(str(error), values)}") from error
 
 
-def check_keys(values: Mapping[str, Any], into: type[Struct], source: str, table: str = "") -> None:
-    """Keys, and words of which there are only a few, in all tables."""
-    known = {field.name: field for field in structs.fields(into)}
+def check_keys(values: Mapping[str, Any], struct: type[Struct], source: str, table: str = "") -> None:
+    """Check the keys and the choices of a table and of the tables in it."""
+    settings = {setting.name: setting for setting in settings_of(struct)}
     for key, value in values.items():
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"did you mean {table + near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+        if key not in settings:
+            near = difflib.get_close_matches(key, settings, 1)
+            hint = f"did you mean {table + near[0]!r}?" if near else f"known keys: {', '.join(settings)}"
             raise UsageError(f"unknown key {table + key!r} in {source}; {hint}")
-        inner = known[key].type
-        _check_words(value, inner, f"{source}: {table}{key}")
-        if isinstance(inner, type) and issubclass(inner, Struct) and isinstance(value, Mapping):
-            check_keys(value, inner, source, f"{table}{key}.")
+        setting = settings[key]
+        _check_choice(value, setting.plain, f"{source}: {table}{key}")
+        if setting.table and isinstance(value, Mapping):
+            check_keys(value, setting.plain, source, f"{table}{key}.")
 
 
-def _check_words(value: Any, kind: Any, where: str) -> None:
-    """A word of which there are only a few, or a list of such words."""
+def _check_choice(value: Any, kind: Any, where: str) -> None:
     if get_origin(kind) is Literal:
-        words = get_args(kind)
-        if value not in words:
-            raise UsageError(f"{where} = {value!r} must be one of: {', '.join(map(str, words))}")
+        choices = get_args(kind)
+        if value not in choices:
+            raise UsageError(f"{where} = {value!r} must be one of: {', '.join(map(str, choices))}")
     elif get_origin(kind) is tuple and isinstance(value, list | tuple):
         for part in value:
-            _check_words(part, get_args(kind)[0], f"a part of {where}")
+            _check_choice(part, get_args(kind)[0], f"a part of {where}")
 
 
-def _told(problem: str, values: Any) -> str:
-    """What msgspec says of `$.sandbox.limits.cpus`, in the words of who wrote sandbox.limits.cpus."""
-    problem, _, where = problem.partition(" - at `$")
-    key = where.removeprefix(".").removesuffix("`")
+def _readable(problem: str, values: Any) -> str:
+    """msgspec's error about `$.sandbox.limits.cpus` with the key and value that the user wrote."""
+    problem, _, path = problem.partition(" - at `$")
+    key = path.removeprefix(".").removesuffix("`")
     wrong = re.fullmatch(r"Expected `(.+)`, got `.+`", problem)
     if not key or not wrong:
         return f"{key}: {problem}" if key else problem
-    kinds = " or ".join(KINDS.get(kind, kind) for kind in wrong[1].split(" | ") if kind != "null")
-    if "[...]" in key:  # of a table with names of the user's own, where the others may be secrets
-        return f"all values of {key.partition('[')[0]} must be {kinds}"
+    types = " or ".join(TYPE_NAMES.get(name, name) for name in wrong[1].split(" | ") if name != "null")
+    if "[...]" in key:  # a table with the user's own names, where other values may be secrets
+        return f"all values of {key.partition('[')[0]} must be {types}"
     for part in re.findall(r"[^.\[\]]+", key):
         values = values[part] if isinstance(values, Mapping) else values[int(part)]
-    return f"{key} = {values!r} must be {kinds}"
+    return f"{key} = {values!r} must be {types}"
 
 
-def from_file(file: Path, table: str = "train") -> dict[str, Any]:
-    """One table; its paths count from where the file lies."""
-    values = _read_toml(file, table)
-    return values | {key: located(key, values[key], file.parent) for key in PATHS if key in values}
+def from_file(file: Path, struct: type[Struct], table: str) -> dict[str, Any]:
+    """Values of one table of a TOML file; its paths are relative to the file."""
+    return with_paths(_read_toml(file, table), struct, file.parent)
 
 
-def located(key: str, value: Any, base: Path) -> Any:
-    """A path made absolute, so that a run can be resumed from anywhere."""
-    if not isinstance(value, str):
-        return value
-    if key not in TARGETS:
-        return str((base / value).absolute()) if value else value
-    place, colon, name = value.rpartition(":")
-    return f"{(base / place).absolute()}{colon}{name}" if place.endswith(".py") else value
+def with_paths(values: Mapping[str, Any], struct: type[Struct], base: Path) -> dict[str, Any]:
+    """The values with all paths made absolute, so that a run can be resumed from any directory."""
+    paths = {key: str((base / values[key]).absolute()) for key in _texts(values, struct, PATH) if values[key]}
+    targets = {key: absolute_target(values[key], base) for key in _texts(values, struct, TARGET)}
+    return {**values, **paths, **targets}
+
+
+def _texts(values: Mapping[str, Any], struct: type[Struct], marker: Any) -> list[str]:
+    return [key for key in marked(struct, marker) if isinstance(values.get(key), str)]
+
+
+def absolute_target(target: str, base: Path) -> str:
+    """FILE.py:NAME with an absolute file; package.module:NAME as it is."""
+    file, colon, name = target.rpartition(":")
+    return f"{(base / file).absolute()}{colon}{name}" if file.endswith(".py") else target
 
 
 def _read_toml(path: Path, table: str) -> dict[str, Any]:

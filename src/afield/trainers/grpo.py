@@ -24,8 +24,9 @@ from afield.advantages import AdvantageEstimator, compute_advantages, rewards_of
 from afield.batches.rewards import turn_returns, unused_turn_rewards, weigh_rewards
 from afield.errors import DamagedFile, Unavailable, UsageError
 from afield.interfaces.trainer import StepReport
-from afield.options import LoraOptions, Thinking
 from afield.rounding import PublishedUpdate, Rounding, make_rounding, torch_dtype
+from afield.settings.sessions import Thinking
+from afield.settings.trainer import LoraOptions
 from afield.trainers.batch import Row, TrainingBatch, check_rows, to_batch
 from afield.trainers.diagnostics import BatchDiagnostics, check_against_turns, delivery
 from afield.trainers.losses import (

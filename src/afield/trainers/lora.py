@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from afield.errors import Unavailable, UsageError
-from afield.options import LoraOptions
+from afield.settings.trainer import LoraOptions
 
 NAME = "default"
 ALL = ("all-linear",)

@@ -20,9 +20,9 @@ from torch import Tensor
 from afield.errors import UsageError
 from afield.interfaces.weight_probe import WeightProbe, write_weight_probe
 from afield.masks import ConstraintMasks
-from afield.options import LoraOptions
 from afield.precision import in_float32
 from afield.rounding import PublishedUpdate, Rounding, torch_dtype, write_rounding
+from afield.settings.trainer import LoraOptions
 from afield.trainers import lora as adapters
 from afield.trainers.images import ImageReader
 from afield.trainers.micro_batches import LayoutName

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from afield.errors import UsageError
 from afield.interfaces.engine import Engine
-from afield.options import LoraOptions
 from afield.rounding import make_rounding
+from afield.settings.trainer import LoraOptions
 from afield.trainers.batch import Row, check_rows
 from afield.trainers.datum import Datum, SampledReply, rows_from_groups, supervised_row, to_rows
 from afield.trainers.diagnostics import BatchDiagnostics
@@ -134,7 +134,7 @@ class Tuner:
         # Engines are named in a layer above this one; people look for the door here.
         named = import_module("afield.factory")
         engine = named.engine(
-            "torch", Path(model_path), slots=slots, seed=seed, ledger=None, dtype=engine_dtype
+            "torch", Path(model_path), slots=slots, seed=seed, record=None, dtype=engine_dtype
         )
         return cls(model_path, engine=engine, lr=lr, seed=seed, **how).start()
 

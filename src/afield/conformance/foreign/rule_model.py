@@ -257,7 +257,7 @@ class RuleModel:
         self._vocabulary = vocabulary
         self._silent = silent
         self._sampler = RandomTokenizer(vocabulary)
-        self._scripted: Callable[..., Any] = factory.load("engines.scripted:ScriptedReply")
+        self._scripted: Callable[..., Any] = factory.scripted_reply()
 
     def __call__(self, call: GenerateRequest) -> Any:
         talk = read_prompt(self._vocabulary, call.prompt_ids)

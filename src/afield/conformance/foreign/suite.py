@@ -22,7 +22,7 @@ from afield.conformance.client import ClientCommand, Stage, run
 from afield.conformance.foreign.rule_model import RuleModel
 from afield.conformance.foreign.template import IMAGE, TEMPLATE
 from afield.conformance.model import CONTROL, write_model
-from afield.conformance.suite import Serving, serving, vocabulary_of
+from afield.conformance.suite import Serving, serving
 from afield.errors import Unavailable
 from afield.interfaces import SessionSpec
 from afield.types import Sampling
@@ -113,8 +113,8 @@ async def check_suite(suite: ForeignSuite, cache: Path, folder: Path, path: str)
             return SuiteResult(skipped=1, unavailable=str(error))
         return SuiteResult(failed=1, problems=(f"not installed: {error}",), unavailable=str(error))
     model = write_model(folder / "model", TEMPLATE, (*CONTROL, IMAGE))
-    vocabulary = vocabulary_of(model)
-    engine = factory.load("engines.scripted:ScriptedEngine")(
+    vocabulary = factory.vocabulary_of(model)
+    engine = factory.load("engine", "scripted", factory.ENGINES)(
         RuleModel(vocabulary, frozenset(_session_id(suite, variant) for variant in suite.silent)),
         max_context=MAX_CONTEXT,
         vocab_size=vocabulary.size,

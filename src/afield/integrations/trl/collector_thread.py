@@ -23,7 +23,7 @@ from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.groups import GroupRunner, Schedule
 from afield.orchestrator.rollout import RolloutRunner
 from afield.orchestrator.state import RolloutStore, RunDirectory
-from afield.settings import TrainConfig
+from afield.settings.train import TrainConfig
 from afield.training_run import (
     AgentRuntimes,
     GatewayChild,
@@ -146,7 +146,7 @@ async def opened(
             child = await stack.enter_async_context(gateway_child(config, run))
         carrier = await stack.enter_async_context(factory.transport(config, run))
         places = AgentRuntimes(
-            factory.runtime(config, run, carrier), factory.verifiers(config, run, carrier), carrier
+            factory.runtime(config, run, carrier), factory.verifier_runtime(config, run, carrier), carrier
         )
         for place in places.all:
             await stack.enter_async_context(place)

@@ -25,7 +25,10 @@ from afield.integrations.trl.staleness import StalenessLimits
 from afield.integrations.trl.weights import WeightTransfer
 from afield.integrations.trl.worker import RolloutWorker
 from afield.orchestrator.state import RunDirectory
-from afield.settings import PATHS, Environment, TrainConfig, build, from_file, located, merged, read_tasks
+from afield.settings.environment import Environment
+from afield.settings.tasks import read_tasks
+from afield.settings.train import TrainConfig, build
+from afield.settings.values import from_file, merged, with_paths
 from afield.types import Task
 
 TAKEN = {  # by the trainer's own argument
@@ -116,8 +119,8 @@ def check_sampling(args: Any) -> None:
 
 def configured(args: Any, model: str, file: str | Path | None, values: Mapping[str, Any]) -> TrainConfig:
     """The values of `afield train`: given here, else from the file; the trainer's own from its arguments."""
-    said = from_file(Path(file)) if file else {}
-    given = {k: located(k, v, Path.cwd()) if k in PATHS else v for k, v in values.items()}
+    said = from_file(Path(file), TrainConfig, "train") if file else {}
+    given = with_paths(values, TrainConfig, Path.cwd())
     check_credit(merged(said, given).get("learn", {}))
     for name in given:
         if name in TAKEN:
@@ -133,7 +136,7 @@ def configured(args: Any, model: str, file: str | Path | None, values: Mapping[s
     kept = {k: v for k, v in merged(said, given).items() if k not in (*TAKEN, *IDLE, "tasks")}
     kept["constrained_turns"] = constrained
     from_trainer = {
-        "model": located("model", model, Path.cwd()),
+        "model": str(Path(model).absolute()),
         "rollouts": args.num_generations,
         "temperature": args.temperature,
         "max_tokens": args.max_completion_length,

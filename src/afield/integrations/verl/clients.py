@@ -19,10 +19,12 @@ from msgspec import Struct
 from afield import connect
 from afield.client import RolloutClient
 from afield.errors import Unavailable, UsageError
-from afield.integrations.verl.settings import DEADLINES, Given
-from afield.options import policies_of
+from afield.integrations.verl.settings import Given
 from afield.ratelimit import RateLimits
-from afield.settings import Environment
+from afield.settings.environment import Environment
+from afield.settings.fields import values_of
+from afield.settings.rollouts import Deadlines, retries_of
+from afield.settings.sessions import policies_of
 
 OWN = "afield"
 SERVERS = ("vllm", "sglang")
@@ -75,17 +77,14 @@ def client(given: Given, door: GatewayConnection, part: str = "") -> RolloutClie
         val_rollouts=trainer.val_rollouts,
         quorum=given.quorum,
         concurrency=settings.concurrency,
-        retries=settings.retries,
+        retries=retries_of(settings),
         sampling=trainer.sampling,
         budget=trainer.budget,
         **policies_of(settings),
         poll_interval_s=settings.poll_interval_s,
         unavailable_timeout_s=settings.unavailable_timeout_s,
         rewards=tuple(settings.rewards),
-        attempt_timeout_s=settings.attempt_timeout_s,
-        active_s=min(60.0, settings.attempt_timeout_s / 2),
-        heartbeat_timeout_s=settings.heartbeat_timeout_s,
-        **{name: getattr(settings, name) for name in DEADLINES},
+        **values_of(settings, Deadlines),
     ).start()
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from afield.errors import UsageError
-from afield.settings import read_tasks
+from afield.settings.tasks import read_tasks
 from afield.types import Task
 
 SAYS = ("prompt", "question", "instruction", "problem", "task")  # where tasks tend to have their text

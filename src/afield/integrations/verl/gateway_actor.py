@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import os
 import secrets
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,9 +22,12 @@ import msgspec
 import ray  # pyright: ignore[reportMissingImports]
 from msgspec import Struct
 
+from afield import factory
 from afield.errors import Unavailable, UsageError
 from afield.private_files import private_directory
-from afield.settings import Environment, agent_environment
+from afield.settings.environment import Environment, agent_environment
+from afield.settings.gateway import GatewaySettings
+from afield.settings.trainer import EngineDtype
 
 START_S = 600.0  # a large model is read in this time
 LOOK_S = 0.5
@@ -45,7 +46,7 @@ class GatewayOptions(Struct, frozen=True):
     outcomes: str = ""
     slots: int = 64
     seed: int = 0
-    engine_dtype: str = "auto"
+    engine_dtype: EngineDtype = "auto"
     """Dtype in which engines serve and weights are published; auto asks them."""
     processes: int = 1
     gpus: float = 0.0  # that Ray gives to the embedded engine
@@ -158,23 +159,27 @@ def _alone(folder: Path) -> Any:
 
 def _started(options: GatewayOptions, model: str, store: Path) -> subprocess.Popen[bytes]:
     """Its log goes where this actor's goes, which is what Ray shows."""
-    words = ["gateway", "--model", model, "--store", str(store), "--host", options.host]
-    words += ["--port", str(options.port), "--slots", str(options.slots), "--seed", str(options.seed)]
-    words += ["--engine-dtype", options.engine_dtype]
-    words += ["--processes", str(options.processes), "--json", "--exit-with-parent"]
-    words += [word for engine in options.engines for word in ("--engine", engine)]
-    words += ["--public-url", options.public_url] if options.public_url else []
-    key, filling = os.pipe()
-    os.write(filling, f"afa-{secrets.token_urlsafe(24)}".encode())
-    os.close(filling)
-    with os.fdopen(key, "rb"):
-        return subprocess.Popen(
-            [sys.executable, "-m", "afield", *words, "--admin-key-fd", str(key)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=(key,),
-            env=agent_environment() | {"AFIELD_OUTCOMES": options.outcomes or Environment.read().outcomes},
-        )
+    settings = GatewaySettings(
+        model=model,
+        engine=tuple(options.engines),
+        store=str(store),
+        host=options.host,
+        port=options.port,
+        public_url=options.public_url,
+        admin_key=f"afa-{secrets.token_urlsafe(24)}",
+        outcomes=options.outcomes or Environment.read().outcomes,
+        processes=options.processes,
+        slots=options.slots,
+        seed=options.seed,
+        engine_dtype=options.engine_dtype,
+    )
+    process = subprocess.Popen(
+        factory.COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=agent_environment()
+    )
+    assert process.stdin is not None
+    process.stdin.write(settings.to_json() + b"\n")
+    process.stdin.flush()
+    return process
 
 
 def _announced(process: subprocess.Popen[bytes]) -> dict[str, str]:

@@ -25,7 +25,7 @@ from afield.integrations.verl.gateway_actor import (
     actor_name,
     gateway_info,
 )
-from afield.settings import converted
+from afield.settings.values import converted
 
 __all__ = ["GatewayActor", "GatewayInfo", "GatewayOptions", "Replica", "gateway_info"]
 WHERE = "actor_rollout_ref.rollout.engine_kwargs.afield"

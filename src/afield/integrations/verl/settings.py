@@ -1,8 +1,8 @@
-"""The `afield` block of veRL's configuration, as values.
+"""veRL settings: the `afield` block of veRL's configuration.
 
-What Hydra composes (command line first, then YAML) counts before AFIELD_VERL_* in the environment, and
-that before the table [verl] of the TOML file that `afield.file` names. A key nobody knows is refused with
-the nearest one. What veRL has keys for is read from those: sampling, lengths, group size, validation.
+Precedence: Hydra (command line, then YAML), then AFIELD_VERL_* environment variables, then the [verl] table
+of the TOML file that `afield.file` names. Sampling, lengths, group size and validation come from veRL's own
+keys.
 """
 
 from __future__ import annotations
@@ -11,110 +11,100 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from msgspec import Struct, field
 
 from afield.errors import UsageError
 from afield.integrations.verl.rows import CreditAssignment
-from afield.options import ConstrainedTurns, SessionPolicies
-from afield.settings import converted, from_environment, from_file, located, merged
-from afield.types import Budget, FailureKind, Sampling, check_id
+from afield.settings.environment import from_environment
+from afield.settings.fields import Bound, Count, combine
+from afield.settings.rollouts import (
+    AgentSettings,
+    Deadlines,
+    GatewayAddress,
+    LaunchSettings,
+    RetrySettings,
+    check_gateway_address,
+)
+from afield.settings.sessions import ConstrainedTurns, SessionPolicies
+from afield.settings.trainer import Credit, check_reward_weights
+from afield.settings.values import converted, from_file, merged, with_paths
+from afield.types import Budget, Sampling, check_id
 
 PREFIX = "AFIELD_VERL"
-PLACED = ("agent", "limiter_file")  # paths, which count from where the trainer was started
 # Estimators that compare sessions, or nothing; all others compare the rows of a group.
 ANY_ROWS = ("grpo", "gae", "reinforce_plus_plus", "remax")
 # Estimators that look at where in a row a reward is; all others take the sum of a row, grpo that of the last.
 BY_TOKEN = ("gae", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline")
-DEADLINES = (
-    "queue_timeout_s",
-    "launch_timeout_s",
-    "first_call_timeout_s",
-    "idle_timeout_s",
-    "verifier_timeout_s",
-    "upload_timeout_s",
-    "teardown_timeout_s",
-    "rollout_timeout_s",
-)
-AMOUNTS = (
-    *DEADLINES,
-    "attempt_timeout_s",
-    "heartbeat_timeout_s",
-    "unavailable_timeout_s",
-    "poll_interval_s",
-    "launch_rate",
-)
-COUNTS = ("workers", "concurrency", "quorum", "fruitless", "max_tokens", "max_calls")
-SIZES = ("max_context", "launching")
-NOT_NEGATIVE = ("retries_task", "retries_verifier", "retries_infrastructure", "cold_start_s")
 LONGEST_NAME = 64
 
+if TYPE_CHECKING:
 
-class Settings(SessionPolicies, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`quorum` rewards make a group fit for training (2 unless the group is smaller). `floor` is the reward
-    of a policy failure that has none. After `fruitless` groups in a row that cannot be trained, training ends
-    instead of going on for ever. `branches` says which rows of a session that branched are trained;
-    `auto` is all, where veRL compares sessions. `options` is what the runtime is told. `rewards`, `credit`
-    and `discount` say what veRL learns from, as they do for the embedded trainer; see `rows.Credit`.
-    """
+    class _Shared(
+        AgentSettings,
+        Deadlines,
+        RetrySettings,
+        LaunchSettings,
+        GatewayAddress,
+        SessionPolicies,
+        frozen=True,
+        kw_only=True,
+    ): ...
+
+else:
+    _Shared = combine(
+        "_Shared",
+        AgentSettings,
+        Deadlines,
+        RetrySettings,
+        LaunchSettings,
+        GatewayAddress,
+        SessionPolicies,
+    )
+
+
+class VerlSettings(_Shared, frozen=True, kw_only=True):
+    """Keys of the `afield` block: those that `afield train` shares, and veRL's own."""
+
+    title: ClassVar[str] = "veRL"
 
     constrained_turns: ConstrainedTurns = "exclude"
-    """Always `exclude`: veRL's trainer does not rescore under the masks that replies were sampled with."""
-    agent: str = ""
-    runtime: str = "process"
+    """Turns sampled under a constraint. `exclude` keeps them out of the loss, `ignore` samples without the
+    constraint; veRL's trainer cannot rescore them under their masks."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    transport: str = "files"
-    engine: str | list[str] = "torch"  # of the rollout backend `afield`; see `keeper`
-    gateway: str = ""  # one that runs already; its admin key is AFIELD_ADMIN_KEY
-    gateway_host: str = "127.0.0.1"  # where ours listens
-    gateway_port: int = 0
-    gateway_url: str = ""
-    name: str = ""  # of the experiment; empty takes veRL's project and experiment names
-    folder: str = ""  # empty is `afield` under trainer.default_local_dir
-    workers: int = 2
-    process_per_rollout: bool = False
-    concurrency: int = 64
-    attempt_timeout_s: float = 300.0
-    queue_timeout_s: float | None = None
-    launch_timeout_s: float = 120.0
-    first_call_timeout_s: float | None = None
-    idle_timeout_s: float | None = None
-    verifier_timeout_s: float | None = None
-    upload_timeout_s: float = 5.0
-    teardown_timeout_s: float = 30.0
-    rollout_timeout_s: float | None = None
-    heartbeat_timeout_s: float = 15.0
-    poll_interval_s: float = 5.0
-    unavailable_timeout_s: float = 600.0
-    retries_task: int = 1
-    retries_verifier: int = 1
-    retries_infrastructure: int = 3
-    quorum: int | None = None
-    fruitless: int = 32
+    """Options of the runtime, such as {limits: {memory_mb: 512}}."""
+    engine: str | list[str] = "torch"
+    """Engine of the rollout backend `afield`, or several."""
+    name: str = ""
+    """Experiment name; default: veRL's project and experiment names."""
+    folder: str = ""
+    """Directory of the run; default: `afield` under trainer.default_local_dir."""
+    quorum: Count | None = None
+    """Rewards that a group needs to be trained; default: 2, or the group's size if that is smaller."""
+    fruitless: Count = 32
+    """Groups in a row without enough rewards after which training ends."""
     floor: float = 0.0
+    """Reward of a policy failure that has none."""
     branches: Literal["auto", "all", "main"] = "auto"
+    """Rows of a session that branched: all of them, or the longest. `auto` is all, if veRL's estimator
+    compares sessions."""
     rewards: Mapping[str, float] = field(default_factory=dict)
-    credit: Literal["outcome", "turns"] = "outcome"
-    discount: float = 1.0
-    max_tokens: int | None = None  # of one call; None is veRL's response_length
-    max_calls: int | None = None
-    max_context: int | None = None  # None is veRL's max_model_len, or prompt and response length
-    launch_rate: float | None = None
-    cold_start_s: float = 0.0
-    launching: int | None = None
-    limiter_file: str = ""
+    """Weights of named rewards, whose sum replaces the reward."""
+    credit: Credit = "outcome"
+    """Credit assignment, as for the embedded trainer."""
+    discount: Annotated[float, Bound(at_least=0, at_most=1)] = 1.0
+    """Discount of later rewards per turn, with credit `turns`."""
+    max_tokens: Count | None = None
+    """Tokens sampled per model call; default: veRL's response_length."""
+    max_calls: Count | None = None
+    """Model calls per attempt."""
+    max_context: Count | None = None
+    """Tokens of prompt and reply per model call; default: veRL's max_model_len, else prompt_length plus
+    response_length."""
 
     def __post_init__(self) -> None:
-        for names, least in (((*COUNTS, *SIZES), 1), (NOT_NEGATIVE, 0)):
-            for name in names:
-                value = getattr(self, name)
-                if value is not None and not least <= value < math.inf:
-                    raise ValueError(f"{name} = {value} must be at least {least}")
-        for name in AMOUNTS:
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} = {value} must be positive")
+        super().__post_init__()
         if self.constrained_turns == "train":
             raise ValueError(
                 "constrained_turns = 'train': veRL rescores without the masks of constrained turns; leave it"
@@ -122,25 +112,10 @@ class Settings(SessionPolicies, frozen=True, kw_only=True, forbid_unknown_fields
             )
         if not math.isfinite(self.floor):
             raise ValueError(f"floor = {self.floor} must be a finite number")
-        self._check_credit()
+        check_reward_weights(self.rewards)
         if self.name:
             check_id(self.name, "name")
-        if self.gateway and not self.gateway.startswith(("http://", "https://")):
-            raise ValueError(f"gateway {self.gateway!r} must be an address, such as http://127.0.0.1:8400")
-
-    def _check_credit(self) -> None:
-        if wrong := [name for name, weight in self.rewards.items() if not math.isfinite(weight)]:
-            raise ValueError(f"rewards.{wrong[0]} = {self.rewards[wrong[0]]} must be a finite number")
-        if not 0 <= self.discount <= 1:
-            raise ValueError(f"discount = {self.discount} must be from 0 to 1")
-
-    @property
-    def retries(self) -> dict[FailureKind, int]:
-        return {
-            FailureKind.TASK: self.retries_task,
-            FailureKind.VERIFIER: self.retries_verifier,
-            FailureKind.INFRASTRUCTURE: self.retries_infrastructure,
-        }
+        check_gateway_address(self)
 
 
 class Trainer(Struct, frozen=True, kw_only=True):
@@ -163,7 +138,7 @@ class Trainer(Struct, frozen=True, kw_only=True):
 
 
 class Given(Struct, frozen=True):
-    settings: Settings
+    settings: VerlSettings
     trainer: Trainer
 
     @property
@@ -193,7 +168,7 @@ class Given(Struct, frozen=True):
 def read(config: Mapping[str, Any]) -> Given:
     """From veRL's whole configuration: a DictConfig, or the same as a plain mapping."""
     whole = plain(config)
-    settings = _settings(whole.get("afield") or {})
+    settings = read_settings(whole.get("afield") or {})
     given = Given(settings, _trainer(whole, settings))
     _check(given, whole)
     return given
@@ -207,17 +182,16 @@ def plain(config: Mapping[str, Any]) -> dict[str, Any]:
     return OmegaConf.to_container(config, resolve=True)  # pyright: ignore[reportReturnType]
 
 
-def _settings(block: Mapping[str, Any]) -> Settings:
+def read_settings(block: Mapping[str, Any]) -> VerlSettings:
     if not isinstance(block, Mapping):
         raise UsageError(f"afield = {block!r} must be a block of keys, such as +afield.agent=agent.py:agent")
     given = merged(from_environment(PREFIX), {key: v for key, v in block.items() if v is not None})
     file = given.pop("file", "")
-    here = {key: located(key, given[key], Path.cwd()) for key in PLACED if key in given}
-    below = from_file(Path(file).expanduser(), "verl") if file else {}
-    return converted(merged(below, given | here), Settings, "afield")
+    below = from_file(Path(file).expanduser(), VerlSettings, "verl") if file else {}
+    return converted(merged(below, with_paths(given, VerlSettings, Path.cwd())), VerlSettings, "afield")
 
 
-def _trainer(config: dict[str, Any], settings: Settings) -> Trainer:
+def _trainer(config: dict[str, Any], settings: VerlSettings) -> Trainer:
     trainer, actor_rollout_ref = config["trainer"], config["actor_rollout_ref"]
     rollout, actor = actor_rollout_ref["rollout"], actor_rollout_ref["actor"]
     val, sampler = rollout["val_kwargs"], trainer.get("v1", {}).get("sampler", {})

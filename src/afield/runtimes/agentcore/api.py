@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from afield.errors import AfieldError, InfrastructureFailure, RateLimited, TaskFailure, UsageError
-from afield.options import AgentCoreOptions
 from afield.runtimes.invocations import MISPLACED
+from afield.settings.runtimes import AgentCoreOptions
 from afield.types import Reason
 
 T = TypeVar("T")

@@ -16,8 +16,8 @@ from typing import Any
 from msgspec import Struct
 
 from afield.errors import UsageError
-from afield.options import AgentCoreOptions
 from afield.runtimes.agentcore.api import Api, Refused, Silent
+from afield.settings.runtimes import AgentCoreOptions
 
 log = logging.getLogger("afield.runtimes")
 

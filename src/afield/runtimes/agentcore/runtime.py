@@ -29,13 +29,13 @@ from afield.errors import (
     WireError,
 )
 from afield.interfaces.runtime import Capabilities, Exit, Phase, SessionStatus
-from afield.options import AgentCoreOptions
 from afield.ratelimit import LocalLimiter, RateLimits
 from afield.runtimes.agentcore.api import QUOTA_S, SLOW, Api, Refused, Silent, meaning
 from afield.runtimes.agentcore.deploy import LONGEST_S, Deployed, check_options, deploy, find
 from afield.runtimes.agentcore.sessions import SLACK_S, Entry, Noted, SessionLedger
 from afield.runtimes.attempt_table import Attempts, broken
 from afield.runtimes.invocations import check_taken
+from afield.settings.runtimes import AgentCoreOptions
 from afield.types import Attempt, Reason
 
 KEPT_CHARACTERS = 64 * 1024

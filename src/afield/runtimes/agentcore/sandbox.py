@@ -22,10 +22,10 @@ from msgspec.structs import replace
 
 from afield.errors import AfieldError, InfrastructureFailure, NotFound, RateLimited, UsageError
 from afield.interfaces.sandbox import ExecResult, build_argv, check_path, file_too_large
-from afield.options import AgentCoreOptions
 from afield.runtimes.agentcore.api import Api, Refused, Silent, called, meaning
 from afield.runtimes.agentcore.deploy import deploy
 from afield.runtimes.docker.sandbox import Output
+from afield.settings.runtimes import AgentCoreOptions
 from afield.types import Reason
 
 log = logging.getLogger("afield.runtimes")

@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from afield.errors import AfieldError, Unavailable, UsageError
 from afield.interfaces.runtime import Limit, Phase, SessionStatus
-from afield.options import ContainerOptions, Limits
+from afield.settings.runtimes import ContainerOptions, ResourceLimits
 
 if TYPE_CHECKING:
     from docker import APIClient
@@ -50,7 +50,7 @@ def labels_of(run: str, session_id: str) -> dict[str, str]:
     return {RUN: run, SESSION: session_id}
 
 
-def enforced(limits: Limits) -> frozenset[Limit]:
+def enforced(limits: ResourceLimits) -> frozenset[Limit]:
     named: dict[Limit, float | None] = {
         "cpu": limits.cpus,
         "memory": limits.memory_mb,
@@ -132,7 +132,7 @@ def gateway_of(found: Mapping[str, Any]) -> tuple[str, str]:
     return "", ""
 
 
-def death_of(state: Mapping[str, Any], limits: Limits) -> str:
+def death_of(state: Mapping[str, Any], limits: ResourceLimits) -> str:
     """Why a container ended, in words."""
     code = int(state.get("ExitCode") or 0)
     if state.get("OOMKilled"):

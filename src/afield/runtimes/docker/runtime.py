@@ -27,7 +27,6 @@ from afield.errors import (
     UsageError,
 )
 from afield.interfaces.runtime import Capabilities, Exit, Phase, SessionStatus
-from afield.options import ContainerOptions
 from afield.runtimes import invocations
 from afield.runtimes.attempt_table import Attempts, broken
 from afield.runtimes.docker.engine import (
@@ -48,6 +47,7 @@ from afield.runtimes.docker.engine import (
 )
 from afield.runtimes.docker.loopback import Relays, loopback_ports, readdressed
 from afield.runtimes.invocations import SILENT, Said
+from afield.settings.runtimes import ContainerOptions
 from afield.types import Attempt, Reason
 
 log = logging.getLogger("afield.runtimes")

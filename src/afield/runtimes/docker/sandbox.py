@@ -23,8 +23,8 @@ from msgspec.structs import replace
 
 from afield.errors import AfieldError, InfrastructureFailure, NotFound
 from afield.interfaces.sandbox import MAX_DOWNLOAD_BYTES, ExecResult, build_argv, check_path, file_too_large
-from afield.options import ContainerOptions
 from afield.runtimes.docker.engine import Engine, Refused, death_of, labels_of, name_of, need_library
+from afield.settings.runtimes import ContainerOptions
 from afield.types import Reason
 
 if TYPE_CHECKING:

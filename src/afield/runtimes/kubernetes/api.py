@@ -21,8 +21,8 @@ import msgspec
 from msgspec import Struct
 
 from afield.errors import AfieldError, RateLimited, Unavailable, UsageError
-from afield.options import KubernetesOptions
 from afield.runtimes.kubernetes.objects import Change, Listed, Meta, Status
+from afield.settings.runtimes import KubernetesOptions
 
 log = logging.getLogger("afield.runtimes.kubernetes.runtime")
 

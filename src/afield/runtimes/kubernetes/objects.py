@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec import Struct
 
-from afield.options import KubernetesOptions, Limits
+from afield.settings.runtimes import KubernetesOptions, ResourceLimits
 from afield.types import Reason
 
 RUN = "afield.run"
@@ -252,7 +252,7 @@ def _container(options: KubernetesOptions) -> dict[str, Any]:
     return container
 
 
-def _resources(limits: Limits) -> dict[str, str]:
+def _resources(limits: ResourceLimits) -> dict[str, str]:
     asked: dict[str, str] = {}
     if limits.cpus is not None:
         asked["cpu"] = f"{max(1, round(limits.cpus * 1000))}m"

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from afield.errors import RateLimited, Unavailable, UsageError
-from afield.options import KubernetesOptions
 from afield.runtimes.kubernetes.api import Cluster, Refused, patiently
 from afield.runtimes.kubernetes.objects import Review, job_for
+from afield.settings.runtimes import KubernetesOptions
 
 NEEDED = (
     *(("batch", "jobs", "", verb) for verb in ("create", "get", "list", "watch", "delete")),

@@ -27,12 +27,12 @@ from afield.errors import (
     WireError,
 )
 from afield.interfaces.runtime import Capabilities, Exit, Phase, SessionStatus
-from afield.options import KubernetesOptions
 from afield.runtimes.attempt_table import Attempts, broken
 from afield.runtimes.kubernetes.api import TOKEN_S, Refused
 from afield.runtimes.kubernetes.objects import SESSION, End, Job, Pod, end_of, unschedulable, unstartable
 from afield.runtimes.kubernetes.preflight import check
 from afield.runtimes.kubernetes.sessions import Session, Sessions, Space
+from afield.settings.runtimes import KubernetesOptions
 from afield.types import Attempt, Failure, Reason
 
 # A Job without a pod for so long is asked about.

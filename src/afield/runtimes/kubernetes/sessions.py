@@ -14,7 +14,6 @@ import msgspec
 from msgspec import Struct
 
 from afield.errors import AfieldError, RateLimited, Unavailable
-from afield.options import KubernetesOptions
 from afield.runtimes import invocations
 from afield.runtimes.invocations import Said
 from afield.runtimes.kubernetes.api import (
@@ -42,6 +41,7 @@ from afield.runtimes.kubernetes.objects import (
     label_of,
     name_of,
 )
+from afield.settings.runtimes import KubernetesOptions
 from afield.types import Attempt
 
 PING_S = 10.0

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, TypeVar
 from msgspec import Struct
 
 from afield.errors import UsageError
-from afield.options import RayOptions
+from afield.settings.runtimes import RayOptions
 
 NAMESPACE = "afield"
 REACH_S = 5.0

@@ -16,9 +16,9 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from afield.errors import InfrastructureFailure, RateLimited, UsageError
-from afield.options import RayOptions
 from afield.runtimes.ray.actor import ForkServerActor, Settings, Standing
 from afield.runtimes.ray.cluster import NAMESPACE, Cluster, Need, need_of, ray_module
+from afield.settings.runtimes import RayOptions
 from afield.types import Reason
 
 CLOSE_S = 10.0

@@ -27,12 +27,12 @@ from afield.errors import (
 )
 from afield.interfaces.runtime import Capabilities, Exit, SessionStatus
 from afield.log_tail import tail
-from afield.options import RayOptions
 from afield.runtimes.attempt_table import Attempts, broken
 from afield.runtimes.ray.actor import RaySessionInfo, Settings
 from afield.runtimes.ray.cluster import Cluster, shipped
 from afield.runtimes.ray.messages import LOG_BYTES, Ended, Taken
 from afield.runtimes.ray.pool import ActorPool, Handle, Lost, Place, found
+from afield.settings.runtimes import RayOptions
 from afield.types import Attempt, Reason
 
 log = logging.getLogger("afield.runtimes")

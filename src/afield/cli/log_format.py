@@ -9,7 +9,6 @@ import json
 import logging
 import re
 
-FORMATS = ("text", "json")
 _KEY = re.compile(r"(af[hk]-[A-Za-z0-9._-]+)~[a-z0-9.-]*~[0-9a-f]*~[0-9a-f]+|(?i:bearer)\s+\S+")
 _SESSION = re.compile(r"\bsession ([A-Za-z0-9._-]+)|/s/([A-Za-z0-9._-]+)")
 

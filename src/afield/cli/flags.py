@@ -1,0 +1,77 @@
+"""Command-line flags generated from settings, and a parser with one-line errors."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any, NoReturn, get_origin
+
+from msgspec import NODEFAULT
+
+from afield.settings.fields import Setting, SettingsGroup, sections_of
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An argument parser that reports errors in one line, with the nearest flag."""
+
+    def refuse(self, extra: list[str]) -> NoReturn:
+        words = ", ".join(extra)
+        wrong = next((word.split("=")[0] for word in extra if word.startswith("-")), "")
+        near = difflib.get_close_matches(wrong, self._option_string_actions, n=1)
+        self.error(f"unknown argument {words}" + (f"; did you mean {near[0]}?" if near else ""))
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\nsee {self.prog} --help\n")
+
+
+def add_flags(
+    command: argparse.ArgumentParser,
+    struct: type[SettingsGroup],
+    *,
+    without: Collection[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+) -> None:
+    """Add one flag for each setting that is not a table; `defaults` replace those of the fields."""
+    for title, settings in sections_of(struct):
+        chosen = [setting for setting in settings if not setting.table and setting.name not in without]
+        if chosen:
+            group = command.add_argument_group(title.lower())
+            for setting in chosen:
+                _add_flag(group, setting, (defaults or {}).get(setting.name, setting.default))
+
+
+def flag_values(args: argparse.Namespace, struct: type[SettingsGroup]) -> dict[str, Any]:
+    """The settings given on the command line."""
+    values = {name: getattr(args, name, None) for name in struct.__struct_fields__}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _add_flag(group: Any, setting: Setting, default: Any) -> None:
+    common: dict[str, Any] = {"dest": setting.name, "default": None}
+    if setting.plain is bool:
+        switch = "store_true" if not default else argparse.BooleanOptionalAction
+        group.add_argument(setting.flag, action=switch, help=setting.help, **common)
+        return
+    common |= {
+        "metavar": setting.metavar,
+        "help": (setting.help + _shown_default(default)).replace("%", "%%"),
+    }
+    if get_origin(setting.plain) is tuple:
+        how = {"type": _words} if setting.choices else {"action": "append"}
+        group.add_argument(setting.flag, **how, **common)
+    else:
+        kind = setting.plain if setting.plain in (int, float) else str
+        group.add_argument(setting.flag, type=kind, **common)
+
+
+def _shown_default(default: Any) -> str:
+    if default in (None, "", (), NODEFAULT):
+        return ""
+    if isinstance(default, tuple):
+        default = ",".join(default)
+    return f" (default: {default:g})" if isinstance(default, float) else f" (default: {default})"
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]

@@ -1,0 +1,227 @@
+"""Gateways from settings: clients, servers in this process, and child processes."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import resource
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from afield.factory.engines import engine_pool
+from afield.factory.registry import needs
+from afield.private_files import STATE, private_directory, state_directory
+from afield.sdk.listen import listen
+from afield.settings.environment import Environment, agent_environment
+from afield.settings.gateway import GatewaySettings
+
+START_TIMEOUT_S = 120.0
+PROCESS_START_S = 180.0
+MIB = 1024 * 1024
+COMMAND = [sys.executable, "-m", "afield", "gateway", "--json", "--config", "-"]
+"""Command of a gateway whose settings are the first line of its standard input; it ends when that closes."""
+SHARD_COMMAND = [sys.executable, "-m", "afield", "gateway-process"]
+
+
+class ShardSettings(Struct, frozen=True, kw_only=True):
+    """Settings of one of several gateway processes on one port."""
+
+    index: int
+    """Number of the process, from 0."""
+    link: int
+    """File descriptor through which it gets connections."""
+    sockets: Path
+    """Directory of the processes' own sockets."""
+    gateway: GatewaySettings
+    """Settings of the gateway."""
+
+
+def gateway_client(url: str, admin_key: str, **options: Any) -> Any:
+    """A client of the gateway at an address."""
+    with needs("gateway"):
+        from afield.gateway.client import HttpGateway
+
+    return HttpGateway(url, admin_key, **options)
+
+
+def remove_ended_sessions(store: Path) -> int:
+    """Remove completed sessions from a gateway's store; their number."""
+    with needs("gateway"):
+        from afield.gateway.store import remove_ended
+
+    return remove_ended(store)
+
+
+def chat_tokenizer(model: Path, *, cache: Path | None = None, rules: bool = True) -> Any:
+    """The tokenizer and chat template of a model directory."""
+    with needs("gateway"):
+        from afield.chat import ChatTokenizer
+
+    return ChatTokenizer.load(model, cache=cache, rules=rules)
+
+
+async def serve(
+    settings: GatewaySettings,
+    listener: socket.socket,
+    ready: Callable[[str], None],
+    *,
+    shard: Any = None,
+    link: int | None = None,
+) -> None:
+    """Serve a gateway on a listening socket until cancelled; `ready` gets the model's name."""
+    with needs("gateway"):
+        from afield.gateway.outcomes import GatewayLimits
+        from afield.gateway.server import ConnectionLimits, serve
+        from afield.gateway.service import LocalGateway
+        from afield.gateway.session_keys import SecretPlace
+        from afield.transports.spec import from_spec
+
+    task = asyncio.current_task()
+    assert task is not None
+    # Each agent may hold hundreds of connections; the usual limit is a thousand files.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    model, store = Path(settings.model), Path(settings.store)
+    environment = Environment.read()
+    tokenizer = chat_tokenizer(model, cache=environment.template_profiles)
+    pool = engine_pool(
+        settings.engine,
+        model,
+        slots=settings.slots,
+        seed=settings.seed,
+        record=Path(settings.record_engine_calls) if settings.record_engine_calls else None,
+        start_timeout_s=settings.engine_start_timeout_s,
+        dtype=settings.engine_dtype,
+    )
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(pool)
+        outlet = None
+        if settings.outcomes:
+            outlet = await stack.enter_async_context(from_spec(settings.outcomes, store / "outcomes"))
+        secret_file = Path(settings.secret_file) if settings.secret_file else None
+        if secret_file is None:
+            private_directory(state_directory(), STATE)
+        gateway = LocalGateway(
+            tokenizer=tokenizer,
+            engine=pool,
+            store=store,
+            admin_key=settings.admin_key,
+            public_url=settings.public_url,
+            durable=settings.durable,
+            path_keys=settings.path_keys,
+            keep_sessions_s=settings.keep_sessions_h * 3600,
+            shard=shard,
+            outlet=outlet,
+            secret=SecretPlace(directory=environment.secrets, file=secret_file),
+            limits=GatewayLimits(
+                submission_bytes=settings.max_submission_mb * MIB,
+                session_bytes=settings.max_session_mb * MIB,
+                rewards=settings.max_rewards,
+            ),
+        )
+        await stack.enter_async_context(gateway)
+        _relax_garbage_collection()
+        # Not earlier: a gateway that is still loading has nothing to save and ends at once.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        connections = ConnectionLimits(per_address=min(settings.max_connections, hard * 3 // 4))
+        await serve(gateway, listener, lambda: ready(tokenizer.name), link=link, connections=connections)
+
+
+def _relax_garbage_collection() -> None:
+    """Loaded objects stay for good, and a gateway's data has no cycles: look for them seldom."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
+
+
+# --- several processes on one port ---------------------------------------------------------------------
+
+
+async def serve_front(
+    settings: GatewaySettings, listener: socket.socket, ready: Callable[[str], None]
+) -> None:
+    """Start the gateway's processes and hand them connections until cancelled."""
+    with needs("gateway"):
+        from afield.gateway.front import Front
+
+    task = asyncio.current_task()
+    assert task is not None
+    with tempfile.TemporaryDirectory(prefix="afield-") as sockets:
+
+        def first_line(index: int, link: int) -> bytes:
+            shard = ShardSettings(index=index, link=link, sockets=Path(sockets), gateway=settings)
+            return msgspec.json.encode(shard, enc_hook=str) + b"\n"
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        front = Front(
+            SHARD_COMMAND,
+            settings.processes,
+            agent_environment(),
+            first_line=first_line,
+            start_timeout_s=PROCESS_START_S + settings.engine_start_timeout_s,
+            per_address=settings.max_connections,
+        )
+        await front.serve(listener, lambda line: ready(json.loads(line)["model"]))
+
+
+async def serve_shard(line: bytes, ready: Callable[[str], None]) -> None:
+    """Serve one of several gateway processes; `line` is a ShardSettings as JSON."""
+    with needs("gateway"):
+        from afield.gateway.shards import Shard, socket_path
+
+    settings = read_shard(line)
+    path = socket_path(settings.sockets, settings.index)
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        listener.listen(1024)
+        listener.setblocking(False)
+        shard = Shard(settings.index, settings.gateway.processes, settings.sockets)
+        await serve(settings.gateway, listener, ready, shard=shard, link=settings.link)
+
+
+def read_shard(line: bytes) -> ShardSettings:
+    return msgspec.json.decode(line, type=ShardSettings, dec_hook=lambda kind, value: kind(value))
+
+
+# --- a gateway for one engine --------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def gateway_for(
+    engine: Any, model: Path, store: Path
+) -> AsyncIterator[tuple[Any, tuple[str, int], str]]:
+    """A gateway on a free loopback port in front of one engine: its client, address and admin key."""
+    with needs("gateway"):
+        from afield.gateway.engine_pool import EnginePool
+        from afield.gateway.server import serve
+        from afield.gateway.service import LocalGateway
+
+    pool = EnginePool({"scripted": engine}, tries=1)
+    listener = listen("127.0.0.1", 0)
+    host, port = listener.getsockname()[:2]
+    url, admin_key = f"http://{host}:{port}", secrets.token_urlsafe(16)
+    local = LocalGateway(
+        tokenizer=chat_tokenizer(model), engine=pool, store=store, admin_key=admin_key, public_url=url
+    )
+    ready = asyncio.Event()
+    async with pool, local:
+        server = asyncio.create_task(serve(local, listener, ready.set))
+        try:
+            await asyncio.wait_for(ready.wait(), START_TIMEOUT_S)
+            async with gateway_client(url, admin_key) as client:
+                yield client, (host, port), admin_key
+        finally:
+            server.cancel()
+            await asyncio.gather(server, return_exceptions=True)

@@ -1,0 +1,227 @@
+"""Options of each runtime: sandbox, container, AgentCore, Kubernetes, Ray."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import field
+
+from afield.settings.fields import (
+    Bound,
+    Count,
+    CountOrZero,
+    Metavar,
+    NotNegative,
+    Port,
+    Positive,
+    SettingsGroup,
+)
+
+Amount = Annotated[int, Bound(above=0)]
+
+
+class ResourceLimits(SettingsGroup, frozen=True, kw_only=True):
+    """Resource limits of one session; None is no limit."""
+
+    cpus: Positive | None = 1.0
+    """CPU cores."""
+    memory_mb: Amount | None = 1024
+    """Memory in MiB."""
+    pids: Amount | None = 256
+    """Processes and threads."""
+    disk_mb: Amount | None = 512
+    """MiB that the session may write. In a container the image becomes read-only and only /tmp, in memory,
+    can be written."""
+    files: Amount | None = 1024
+    """Open files."""
+
+
+def _check_env(env: Mapping[str, str]) -> None:
+    for name, value in env.items():
+        if not name or "=" in name or "\0" in name:
+            raise ValueError(f"env: {name!r} is no name of a variable; it must not be empty nor have an '='")
+        if "\0" in value:
+            raise ValueError(f"env: the value of {name} has a NUL character, which no system takes")
+
+
+class SandboxOptions(SettingsGroup, frozen=True, kw_only=True):
+    """Agents in bubblewrap sandboxes on this machine."""
+
+    title: ClassVar[str] = "Runtime sandbox"
+
+    limits: ResourceLimits = ResourceLimits()
+    """Resource limits of one session."""
+    mounts: tuple[str, ...] = ()
+    """Paths that agents may read, in addition to the system, the Python environment and their own folder."""
+    allow: tuple[str, ...] = ()
+    """HOST:PORT addresses that agents may reach, in addition to the gateway."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of agents."""
+    without_bubblewrap: Literal["refuse", "process"] = "refuse"
+    """Fallback where bubblewrap is not installed. `process` runs agents in plain processes."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_env(self.env)
+
+
+class ContainerOptions(SettingsGroup, frozen=True, kw_only=True):
+    """Agents in containers of a Docker or Podman engine."""
+
+    title: ClassVar[str] = "Runtime container"
+
+    image: Annotated[str, Metavar("IMAGE")] = ""
+    """Image of the agent. Needed, here or as --runtime container=IMAGE."""
+    socket: str = ""
+    """Address of the engine, unix:///... or tcp://...; empty takes DOCKER_HOST, then the usual sockets."""
+    pull: Literal["missing", "always", "never"] = "missing"
+    """When to pull the image."""
+    command: tuple[str, ...] = ()
+    """Command that replaces the image's own."""
+    network: str = "bridge"
+    """Network of the engine that agents join."""
+    host: str = ""
+    """Name of this machine inside containers; empty detects it."""
+    mounts: tuple[str, ...] = ()
+    """Bind mounts as HOST:CONTAINER or HOST:CONTAINER:ro."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of agents."""
+    # Images made for other platforms write beside their code, and the engine bounds open files.
+    limits: ResourceLimits = ResourceLimits(disk_mb=None, files=None)
+    """Resource limits of one session."""
+    port: Port = 8080
+    """Port that the agent listens on."""
+    user: str = ""
+    """User inside the container; empty takes the image's."""
+    runtime: str = ""
+    """OCI runtime, such as runsc; empty takes the engine's default."""
+    init: bool = True
+    """Run an init process that reaps zombies."""
+    keep: tuple[str, ...] = ()
+    """Linux capabilities that are not dropped, such as CHOWN."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_env(self.env)
+        for mount in self.mounts:
+            if not re.fullmatch(r"/[^:]*:/[^:]+(:ro)?", mount):
+                raise ValueError(f"mount {mount!r} must be /HOST:/CONTAINER or /HOST:/CONTAINER:ro")
+
+
+class AgentCoreOptions(SettingsGroup, frozen=True, kw_only=True):
+    """Agents on AWS Bedrock AgentCore Runtime, or on `afield agentcore-local`."""
+
+    title: ClassVar[str] = "Runtime agentcore"
+
+    arn: str = ""
+    """ARN of an existing agent runtime."""
+    agent_name: str = ""
+    """Name of an agent runtime to create or update, instead of `arn`."""
+    container_uri: str = ""
+    """Image URI of the agent runtime to create."""
+    role_arn: str = ""
+    """Execution role of the agent runtime to create."""
+    subnets: tuple[str, ...] = ()
+    """VPC subnets of the agent runtime to create."""
+    security_groups: tuple[str, ...] = ()
+    """VPC security groups of the agent runtime to create."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the agent runtime to create."""
+    qualifier: str = "DEFAULT"
+    """Endpoint qualifier of the agent runtime."""
+    region: str = ""
+    """AWS region; empty takes the AWS configuration's."""
+    endpoint_url: str = ""
+    """Address of a compatible server, such as `afield agentcore-local`."""
+    bucket: str = ""
+    """S3 bucket for outcomes; with transport `files` it becomes s3://BUCKET."""
+    rate: Positive = 25.0
+    """Session starts per second."""
+    stop_rate: Positive = 25.0
+    """Session stops per second."""
+    cold_start_s: NotNegative = 10.0
+    """Seconds that a session takes to start."""
+    sessions: Annotated[int, Bound(above=0)] = 1000
+    """Sessions alive at once."""
+    idle_s: int = 900
+    """Seconds after which AgentCore ends an idle session."""
+    max_rollout_s: int = 3600
+    """Seconds after which AgentCore ends any session."""
+    ready_s: Positive = 600.0
+    """Seconds to wait for a created agent runtime to become ready."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_env(self.env)
+
+
+class KubernetesOptions(SettingsGroup, frozen=True, kw_only=True):
+    """Agents as Jobs of a Kubernetes cluster."""
+
+    title: ClassVar[str] = "Runtime kubernetes"
+
+    image: Annotated[str, Metavar("IMAGE")] = ""
+    """Image of the agent. Needed, here or as --runtime kubernetes=IMAGE."""
+    namespace: str = "default"
+    """Namespace of the Jobs."""
+    kubeconfig: str = ""
+    """Kubeconfig file; empty takes the default one, or the service account inside a cluster."""
+    context: str = ""
+    """Context of the kubeconfig; empty takes the current one."""
+    command: tuple[str, ...] = ()
+    """Command that replaces the image's own."""
+    service_account: str = ""
+    """Service account of the pods."""
+    runtime_class: str = ""
+    """RuntimeClass of the pods, such as gvisor."""
+    secret: str = ""
+    """Secret whose entries become environment variables, by reference."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of agents."""
+    limits: ResourceLimits = ResourceLimits()
+    """Resource limits of one session; `pids` and `files` are the nodes' own."""
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    """Node labels that pods require."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels of Jobs and pods."""
+    pull: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
+    """Image pull policy."""
+    pull_secret: str = ""
+    """Secret that opens the image's registry."""
+    non_root: bool = False
+    """Require the image to run as a user other than root."""
+    port: Count = 8080
+    """Port that the agent listens on."""
+    ttl_s: CountOrZero = 300
+    """Seconds after which Kubernetes removes a finished Job."""
+    job_deadline_s: Count = 3600
+    """Seconds after which Kubernetes ends a Job."""
+    unschedulable_s: NotNegative = 60.0
+    """Seconds after which a pod without a node fails. Raise it where nodes are added on demand."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_env(self.env)
+
+
+class RayOptions(SettingsGroup, frozen=True, kw_only=True):
+    """Agents as tasks of a Ray cluster."""
+
+    title: ClassVar[str] = "Runtime ray"
+
+    address: str = ""
+    """Address of the cluster; empty starts one on this machine."""
+    cpus: float = 1.0
+    """CPUs of one agent."""
+    gpus: float = 0.0
+    """GPUs of one agent."""
+    memory_mb: int | None = None
+    """Memory of one agent in MiB, for scheduling."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """Custom Ray resources of one agent."""
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+    """Ray runtime environment of agents."""
+    log_dir: str = ""
+    """Directory of agent logs on the nodes; empty takes Ray's."""

@@ -1,0 +1,108 @@
+"""Options of the embedded trainer: loss, importance weights, LoRA, memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from msgspec import field
+
+from afield.settings.fields import Bound, Count, CountOrZero, NotNegative, Positive, SettingsGroup
+
+Advantage = Literal["grpo", "remax", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+Credit = Literal["outcome", "turns"]
+EngineDtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class LoraOptions(SettingsGroup, frozen=True, kw_only=True):
+    """Low-rank adapters instead of training every weight."""
+
+    title: ClassVar[str] = "LoRA"
+
+    rank: CountOrZero = 0
+    """Rank of the adapters; 0 trains every weight."""
+    alpha: Positive = 32.0
+    """Scale of the adapters, which is alpha / rank."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Names of linear layers, or `all-linear`."""
+    publish: Literal["merged", "adapter"] = "adapter"
+    """Weights that engines get. `adapter` sends the adapters alone, `merged` the whole model."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.targets:
+            raise ValueError("targets is empty; name linear layers, or leave it out for all of them")
+        if not self.rank and (self.alpha, self.targets, self.publish) != (32.0, ("all-linear",), "adapter"):
+            raise ValueError("rank = 0 trains every weight; give the others with a rank, such as 16")
+
+
+class TrainerOptions(SettingsGroup, frozen=True, kw_only=True):
+    """How the embedded trainer learns; docs/how-to/embedded-trainer.md explains the terms."""
+
+    title: ClassVar[str] = "Embedded trainer"
+
+    loss: Literal["ppo", "cispo", "gspo", "dr_grpo"] = "ppo"
+    """Policy loss."""
+    clip: tuple[float, ...] = ()
+    """Clip range of the ratio as [low, high] around 1; empty takes the usual range of the loss."""
+    dual_clip: float = 3.0
+    """Upper clip of the ratio for tokens with a negative advantage; `inf` switches it off. Used by the losses
+    ppo and dr_grpo."""
+    aggregate: Literal["auto", "rollout", "token", "constant"] = "auto"
+    """Mean of the loss over a batch. `rollout` weighs rollouts equally, `token` tokens, `constant` divides
+    each rollout by `length`, `auto` takes the usual one of the loss."""
+    length: Count | None = None
+    """Tokens that aggregate `constant` divides a rollout by; default: max_tokens times max_calls."""
+    importance: Literal["token", "sequence", "masked", "off"] = "token"
+    """Correction for tokens that an older policy sampled."""
+    importance_cap: Annotated[float, Bound(at_least=1)] = 2.0
+    """Upper bound of importance weights."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL penalty."""
+    entropy: NotNegative = 0.0
+    """Weight of the entropy bonus."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Weights of named rewards, whose sum replaces the reward."""
+    credit: Credit = "outcome"
+    """Credit assignment. `outcome` gives every turn the rollout's reward, `turns` each turn the rewards that
+    came after it."""
+    discount: Annotated[float, Bound(at_least=0, at_most=1)] = 1.0
+    """Discount of later rewards per turn, with credit `turns`."""
+    epochs: Count = 1
+    """Passes over each batch."""
+    weight_decay: NotNegative = 0.0
+    """AdamW's weight decay."""
+    layout: Literal["tree", "padded"] = "tree"
+    """Layout of a batch. `tree` computes shared prefixes once."""
+    max_tokens_per_pass: Count = 16384
+    """Tokens of one forward pass. Lower it if memory runs out."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the forward pass."""
+    checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    lora: LoraOptions = LoraOptions()
+    """Low-rank adapters."""
+    max_logprob_diff: Positive | None = None
+    """Largest difference of one token's log-probability between sampler and trainer; a batch above it is
+    refused. None only reports it."""
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """Rounding of published weights to the engine's dtype. `nearest` loses updates below its spacing."""
+    device: str = ""
+    """Torch device; empty is cuda if there is one, else cpu."""
+    devices: Count = 1
+    """GPUs that the model is sharded over."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_reward_weights(self.rewards)
+        if not self.dual_clip > 1:
+            raise ValueError(f"dual_clip = {self.dual_clip} must be above 1; inf switches it off")
+        if self.clip and (len(self.clip) != 2 or not all(0 <= part < math.inf for part in self.clip)):
+            raise ValueError(f"clip = {list(self.clip)} must be two numbers, how far below and above 1")
+
+
+def check_reward_weights(weights: Mapping[str, float]) -> None:
+    for name, weight in weights.items():
+        if not math.isfinite(weight):
+            raise ValueError(f"rewards.{name} = {weight} must be a finite number")
