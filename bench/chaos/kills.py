@@ -72,7 +72,7 @@ def audit(deployment: Deployment, whole: bool, left: Leftovers) -> dict[str, Any
         "orphans": left.orphans,
         "left": structs.asdict(left),  # by name
         "reused": round(reuse["share"], 4) if reuse["share"] is not None else None,
-        "reused_tokens": [reuse["reuse"], reuse["tokens"]],
+        "reused_tokens": [reuse["kept"], reuse["tokens"]],
         "lost_sessions": len(reuse["lost"]),
         "died_with_agents": len(dead),
         "attempts": len(decided),

@@ -146,7 +146,7 @@ def litellm_command(port: int, model: Path, engine: str, cache: Path, scratch: P
 
 
 def capture_command(port: int, model: Path, engine: str, cache: Path, scratch: Path) -> Any:
-    command = [sys.executable, str(HERE / "capture.py"), "--upstream", engine, "--port", str(port)]
+    command = [sys.executable, str(HERE / "capture_proxy.py"), "--upstream", engine, "--port", str(port)]
     return [*command, "--file", str(scratch / "captured")], "/health", {}
 
 
