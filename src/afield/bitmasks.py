@@ -1,4 +1,4 @@
-"""Masks of tokens as 32-bit words, one bit for each token, applied to logits. Needs nothing but torch."""
+"""Token bitmasks, 32 tokens per word, applied to logits. Needs torch only."""
 
 from __future__ import annotations
 

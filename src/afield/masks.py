@@ -1,8 +1,7 @@
-"""Token masks of constraints: which tokens may be drawn at each place of a reply.
+"""Token masks of constraints (structured outputs), compiled by xgrammar.
 
-Sampling in the embedded engine and rescoring in the trainer walk the same masks, made by xgrammar from the
-text that vLLM and SGLang are given and compile with the same library, for the tokenizer in the model's
-directory and the model's own number of logits. A mask is a row of 32-bit words, one bit for each token.
+The torch engine samples and the trainer rescores under the same masks. vLLM and SGLang get the same grammar
+and compile it with the same library. A mask is a row of 32-bit words, one bit per token.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ INSTALL = "pip install 'afield[structured]'"
 
 
 class ConstraintMatcher:
-    """The masks along one reply: look at `mask`, draw a token, `accept` it."""
+    """Masks along one reply: read `mask`, sample a token, `accept` it."""
 
     def __init__(self, matcher: xgrammar.GrammarMatcher, words: int) -> None:
         self._matcher = matcher
@@ -37,7 +36,7 @@ class ConstraintMatcher:
 
     @property
     def mask(self) -> Tensor:
-        """Of the next token, as 32-bit words. Once the reply has ended nothing is allowed."""
+        """Mask of the next token, as 32-bit words; all zero once the reply has ended."""
         words = torch.zeros(1, self._words, dtype=torch.int32)
         if not self._matcher.is_terminated():
             words.fill_(-1)
@@ -96,19 +95,19 @@ class ConstraintMasks:
     def _compiled(self, grammar: str) -> xgrammar.CompiledGrammar:
         compiler = self._loaded()
         with self._lock:
-            if (known := self._kept.pop(grammar, None)) is not None:
-                self._kept[grammar] = known
-                return known
+            if (cached := self._kept.pop(grammar, None)) is not None:
+                self._kept[grammar] = cached
+                return cached
         try:
-            made = compiler.compile_structural_tag(grammar)
+            compiled = compiler.compile_structural_tag(grammar)
         except (RuntimeError, ValueError, TypeError) as error:
-            told = str(error).strip().partition("\n")[0]
-            raise ValueError(f"the constraint cannot be compiled: {told}") from error
+            reason = str(error).strip().partition("\n")[0]
+            raise ValueError(f"the constraint cannot be compiled: {reason}") from error
         with self._lock:
-            self._kept[grammar] = made
+            self._kept[grammar] = compiled
             while len(self._kept) > 1 and self._size() > CACHE_BYTES:
                 del self._kept[next(iter(self._kept))]
-        return made
+        return compiled
 
     def _size(self) -> int:
         return sum(compiled.memory_size_bytes for compiled in self._kept.values())

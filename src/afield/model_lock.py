@@ -1,4 +1,4 @@
-"""One model is loaded at a time, by whoever loads one: engines and trainers take this lock.
+"""Lock for loading transformers models, taken by engines and trainers.
 
 transformers patches itself while it loads; two at a time would leave weights untied for good.
 """

@@ -17,9 +17,8 @@ from afield.conformance.foreign import suites
 from afield.conformance.foreign.patterns import example
 from afield.conformance.foreign.rule_model import RuleModel, read_prompt
 from afield.conformance.foreign.suite import CaseResult, ForeignSuite, judge
-from afield.conformance.foreign.template import IMAGE, TEMPLATE
 from afield.conformance.foreign.values import Values, places
-from afield.conformance.model import CONTROL, write_model
+from afield.conformance.model import CONTROL, IMAGE, SWITCHABLE_TEMPLATE, write_model
 from afield.conformance.suite import serving
 from afield.errors import Unavailable
 from afield.interfaces import SessionSpec
@@ -117,7 +116,7 @@ WEATHER = {
 
 
 async def test_the_model_calls_tools_and_goes_on_from_their_results(tmp_path: Path):
-    model = write_model(tmp_path / "model", TEMPLATE, (*CONTROL, IMAGE))
+    model = write_model(tmp_path / "model", SWITCHABLE_TEMPLATE, (*CONTROL, IMAGE))
     vocabulary = factory.vocabulary_of(model)
     engine = factory.load("engine", "scripted", factory.ENGINES)(
         RuleModel(vocabulary), max_context=8192, vocab_size=vocabulary.size

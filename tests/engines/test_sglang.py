@@ -94,7 +94,7 @@ async def test_log_probabilities_before_truncation_are_refused_where_that_matter
     async with connected(FakeSglang(ScriptedEngine(counting))) as engine:
         assert (await engine.info()).logprobs == "tempered"
         await answer(engine, a_call(sampling=Sampling(temperature=0.5)))
-        with pytest.raises(ValueError, match="are those before truncation; ask for top_p 1"):
+        with pytest.raises(ValueError, match="reports log-probabilities before truncation; ask for top_p 1"):
             await answer(engine, a_call(sampling=Sampling(top_p=0.9)))
     async with connected(FakeSglang(ScriptedEngine(counting), original=True)) as engine:
         assert (await engine.info()).logprobs == "raw"

@@ -285,7 +285,7 @@ async def test_a_server_is_not_left_paused_and_one_that_is_is_not_waited_for() -
             await engine.pause()
         assert fake.moving.is_set()
         fake.moving.clear()
-        with pytest.raises(Unavailable, match="is paused; whoever paused it, or you, must POST /resume"):
+        with pytest.raises(Unavailable, match="is paused; POST /resume there"):
             async with VllmEngine(url):
                 pass
 

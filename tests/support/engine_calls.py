@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
+from afield.engines.probe import MODE_TOKENS
 from afield.engines.scripted import ScriptedReply
 from afield.interfaces.engine import Chunk, Engine, GenerateRequest
 from afield.types import Sampling
@@ -44,9 +45,10 @@ def ids(chunks: list[Chunk]) -> list[int]:
 
 
 def slowly(call: GenerateRequest) -> ScriptedReply:
-    """Counts on from the prompt's last id, so that a call taken up again shows where it stood."""
+    """Counts on from the prompt's last id, so that a resumed call shows its place. Probes do not wait."""
     first = call.prompt_ids[-1] + 1
-    return ScriptedReply(token_ids=tuple(range(first, first + call.max_tokens)), delay_s=0.05)
+    delay_s = 0.0 if call.max_tokens <= MODE_TOKENS else 0.04
+    return ScriptedReply(token_ids=tuple(range(first, first + call.max_tokens)), delay_s=delay_s)
 
 
 async def begin(fake: Fake, engine: Engine, call: GenerateRequest) -> asyncio.Task[list[Chunk]]:
@@ -56,7 +58,7 @@ async def begin(fake: Fake, engine: Engine, call: GenerateRequest) -> asyncio.Ta
     async with asyncio.timeout(BOUND_S):
         while len(fake.bodies) == before:
             await asyncio.sleep(0.005)
-    await asyncio.sleep(0.15)
+    await asyncio.sleep(0.1)
     return begun
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 from msgspec import Struct
 
-from afield.conformance.foreign.template import NO_THOUGHT, TEMPLATE
+from afield.conformance.model import NO_THOUGHT, SWITCHABLE_TEMPLATE
 from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.gateway.parameters import NOTHING, TABLE, RequestParameter
 from afield.interfaces import SessionSpec
@@ -478,7 +478,7 @@ def write_model(directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     for path in POLICY.glob("*.json"):
         shutil.copy(path, directory)
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    (directory / "chat_template.jinja").write_text(SWITCHABLE_TEMPLATE)
     return directory
 
 

@@ -1,4 +1,4 @@
-"""What the suite knows of a client: how it is installed, how it is run, and what it is led through."""
+"""Conformance client: how to install and run it, and its scenario."""
 
 from __future__ import annotations
 

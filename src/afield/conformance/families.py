@@ -1,4 +1,4 @@
-"""Template families: which chat template a client is tried with, and how its model writes.
+"""Template families of the conformance suite: chat template and reply format.
 
 1. `chatml` takes a system message anywhere, writes hermes tool calls, thinks only where it wants to.
 2. `qwen3.5` is the template of that name in the package trl: it refuses a system message that is not the

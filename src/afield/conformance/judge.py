@@ -1,4 +1,4 @@
-"""Judge: compares what a session recorded with what the engine served.
+"""Judge: compares a session's record with the calls that the engine served.
 
 Calls are told apart by what they are (prompt, sampled ids, log-probabilities), never by ids the gateway
 made up. Checks:

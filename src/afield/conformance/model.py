@@ -1,8 +1,7 @@
-"""A model directory without a model: a tokenizer and a chat template, written on the fly.
+"""Model directory of the conformance suites: a byte-level tokenizer and a chat template, without weights.
 
-Byte-level, so that it encodes whatever a client sends; merges are few, so that every text can be
-sampled in many ways. The suite's own template is ChatML with hermes tool calls and reasoning, and takes
-any role anywhere, as the clients' messages need.
+The tokenizer encodes any text and has few merges, so that a text has many tokenizations. The template takes
+any role anywhere, as clients need.
 """
 
 from __future__ import annotations
@@ -22,11 +21,27 @@ CORPUS = (
     "This is not the way that these things should be done; they would have been here before there was any.",
 )
 
-TEMPLATE = """\
+IMAGE = "<|image|>"
+NO_THOUGHT = "<think>\n\n</think>\n\n"
+TOOLS = "\n\n# Functions\n<tools>"
+THINKING_SWITCH = """\
+{%- if enable_thinking is defined and enable_thinking is false %}
+{{- '<think>\\n\\n</think>\\n\\n' }}
+{%- endif %}
+"""
+SWITCHABLE_TEMPLATE = """\
+{%- macro show(content) -%}
+{%- if content is string %}{{- content }}
+{%- elif content is iterable %}
+{%- for part in content %}
+{%- if part.type == 'image' %}{{- '<|image|>' }}{% else %}{{- part.text }}{% endif %}
+{%- endfor %}
+{%- endif %}
+{%- endmacro %}
 {%- set has_system = messages and messages[0].role == 'system' %}
 {%- if tools or has_system %}
 {{- '<|im_start|>system\\n' }}
-{%- if has_system %}{{- messages[0].content }}{% endif %}
+{%- if has_system %}{{- show(messages[0].content) }}{% endif %}
 {%- if tools %}
 {{- '\\n\\n# Functions\\n<tools>' }}
 {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{% endfor %}
@@ -37,14 +52,14 @@ TEMPLATE = """\
 {%- for message in messages %}
 {%- if message.role == 'tool' %}
 {%- if loop.first or loop.previtem.role != 'tool' %}{{- '<|im_start|>user' }}{% endif %}
-{{- '\\n<tool_response>\\n' }}{{- message.content }}{{- '\\n</tool_response>' }}
+{{- '\\n<tool_response>\\n' }}{{- show(message.content) }}{{- '\\n</tool_response>' }}
 {%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\\n' }}{% endif %}
 {%- elif message.role == 'assistant' %}
 {{- '<|im_start|>assistant\\n' }}
 {%- if message.reasoning_content %}
 {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
 {%- endif %}
-{%- if message.content %}{{- message.content }}{% endif %}
+{{- show(message.content or '') }}
 {%- for call in message.tool_calls or [] %}
 {%- if message.content or not loop.first %}{{- '\\n' }}{% endif %}
 {{- '<tool_call>\\n{"name": ' }}{{- call.function.name | tojson }}{{- ', "arguments": ' }}
@@ -54,11 +69,19 @@ TEMPLATE = """\
 {%- endfor %}
 {{- '<|im_end|>\\n' }}
 {%- elif not (loop.first and has_system) %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{{- '<|im_start|>' + message.role + '\\n' }}{{- show(message.content) }}{{- '<|im_end|>\\n' }}
 {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}
+{{- '<think>\\n\\n</think>\\n\\n' }}
+{%- endif %}
+{%- endif %}
 """
+"""ChatML with hermes tool calls, reasoning, images, and thinking that `enable_thinking` turns off."""
+TEMPLATE = SWITCHABLE_TEMPLATE.replace(THINKING_SWITCH, "")
+"""The same without the switch, for clients whose requests turn thinking off and on."""
 
 
 def write_model(directory: Path, template: str = TEMPLATE, control: tuple[str, ...] = CONTROL) -> Path:

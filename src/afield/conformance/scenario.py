@@ -1,4 +1,4 @@
-"""A scenario: what the model says to a client, and what goes wrong on the way.
+"""Scenario of a conformance run: the model's replies and the network faults.
 
 Every request tells where its thread stands by the last marker in it, `[at main-3]`. The marker comes
 out of a tool that was really run (or a sub-agent's answer, or a summary), so a reply is found by what

@@ -1,4 +1,4 @@
-"""The scenario as the scripted engine speaks it.
+"""Script of a scenario for the scripted engine.
 
 Words are sampled as models sample them and tokenizers never would: split at random, in the middle of
 words and characters, differently on every call. What no scenario foresees is answered, so that the

@@ -1,4 +1,4 @@
-"""Run real clients against a gateway in front of the scripted engine, and judge what was recorded.
+"""Conformance suite: runs real clients against a gateway and a scripted engine, and judges the record.
 
 Each client gets a gateway, a session and folders of its own, and an environment that leads nowhere else.
 A client that cannot be installed is reported with the reason and is not ok.

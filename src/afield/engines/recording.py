@@ -1,10 +1,9 @@
-"""The ledger: what an engine really served, call by call, written down beside it.
+"""Recording engine: wraps an engine and records every call it serves.
 
-`Ledger(engine)` is an engine itself. It keeps an entry per call, in memory or as a JSON line in a
-file, with the ids, log-probabilities and versions exactly as they left the engine. An entry is
-there before its last chunk is handed on. Calls the engine refused leave none, nor do a gateway's own
-questions about weights. Trajectories are compared with it to prove that nothing was lost or altered on
-the way to the trainer.
+A record has the token ids, log-probabilities and versions exactly as they left the engine; it is written,
+to memory or as a JSON line to a file, before the last chunk is passed on. Refused calls and the gateway's
+weight probes leave no record. Tests compare trajectories with the records to prove that nothing is lost or
+altered on the way to the trainer.
 """
 
 from __future__ import annotations
@@ -31,21 +30,29 @@ class CallStatus(StrEnum):
 
 
 class RecordedCall(Struct, frozen=True, kw_only=True):
-    """One call as served: the prompt as the engine saw it; `versions` counts from the first sampled token."""
+    """One call as the engine served it."""
 
     call_id: str
+    """Id of the `GenerateRequest`."""
     session_id: str
+    """Id of the session that made the call."""
     prompt_ids: tuple[int, ...]
+    """Prompt as the engine saw it, with images expanded."""
     token_ids: tuple[int, ...]
+    """Sampled tokens."""
     logprobs: tuple[float, ...]
+    """Log-probability of each sampled token."""
     versions: tuple[VersionSpan, ...]
+    """Weight versions, counted from the first sampled token."""
     finish: FinishReason | None
+    """None if the call did not end."""
     sampling: Sampling
+    """Sampling parameters of the call."""
     served: CallStatus
 
 
 class RecordingEngine:
-    """An engine that watches another. Without a path the entries are in `entries`, else in the file."""
+    """An engine that records the calls of another: in `recorded`, or as JSON lines in the file at `path`."""
 
     def __init__(self, engine: Engine, path: str | Path | None = None) -> None:
         self._engine = engine
@@ -89,7 +96,7 @@ def read_recording(path: str | Path) -> list[RecordedCall]:
 async def record(
     call: GenerateRequest, chunks: AsyncGenerator[Chunk], write: Callable[[RecordedCall], None]
 ) -> AsyncGenerator[Chunk]:
-    """The same chunks; an entry is written when the call ends, however it does."""
+    """Pass chunks on; writes a record when the call ends, fails or is abandoned."""
     seen: list[Chunk] = []
     owed: CallStatus | None = CallStatus.ABANDONED
     try:
@@ -126,7 +133,7 @@ def _entry(call: GenerateRequest, chunks: list[Chunk], served: CallStatus) -> Re
 
 
 def _spans(chunks: list[Chunk]) -> tuple[VersionSpan, ...]:
-    """Neighbouring chunks of the same versions are one span; what the engine says at the end is final."""
+    """Version spans: those of the last chunk if it has any, else those of the chunks, merged."""
     if chunks and chunks[-1].versions is not None:
         return chunks[-1].versions
     spans: list[VersionSpan] = []

@@ -1,10 +1,11 @@
-"""The scripted engine: answers that were written beforehand, for tests and `--engine scripted=FILE`.
+"""Scripted engine: replies from a script, for tests and `--engine scripted=FILE`.
 
-A script is a function from the call to a `ScriptedReply` answer, or a list of answers used up in order.
-`read_script` makes such a function from a JSONL file. It follows the engine contract to the letter
-(context, `max_tokens`, stop ids, versions) and keeps a ledger of every call served. It fails, hangs
-or changes its version in the middle of an answer when the script says so. With an `image_id` it takes
-images, each of which stands for `image_length` ids in the prompt.
+1. A script is a function from the call to a `ScriptedReply`, or a list of replies used in order;
+   `read_script` makes one from a JSONL file.
+2. The engine follows the engine contract (context, `max_tokens`, stop ids, versions) and records every
+   call.
+3. It fails, hangs or changes its version in the middle of a reply where the script says so.
+4. With an `image_id` it takes images, each of which stands for `image_length` ids in the prompt.
 """
 
 from __future__ import annotations
@@ -35,23 +36,26 @@ MAX_TOP_LOGPROBS = 20
 
 
 class ScriptedReply(Struct, frozen=True, kw_only=True):
-    """One answer. What it does not say follows from the call, as with a real engine.
-
-    `chunks` are the sizes of streamed chunks, the last one repeated. `delay_s` passes before each
-    chunk. After `bump_after` tokens the engine's version grows by one. `fail` comes after the tokens.
-    """
+    """One reply of a script."""
 
     token_ids: tuple[int, ...] = ()
+    """Tokens to sample; cut at stop ids and `max_tokens` of the call."""
     logprobs: tuple[float, ...] | None = None
+    """Log-probability of each token; default numbers that tell tokens and positions apart."""
     finish: FinishReason | None = None
+    """Finish reason; default that of the call."""
     chunks: tuple[int, ...] = (1,)
+    """Sizes of streamed chunks in tokens, the last one repeated."""
     delay_s: float = 0.0
+    """Seconds to wait before each chunk."""
     bump_after: int | None = None
+    """Number of tokens after which the engine's version grows by one."""
     fail: Failing | None = None
+    """Failure after the tokens."""
 
     def __post_init__(self) -> None:
         if not self.token_ids and self.fail is None:
-            raise ValueError("a scripted answer needs token_ids, or a way to fail")
+            raise ValueError("a scripted reply has neither token_ids nor fail; set one of them")
         if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
             raise ValueError(f"{len(self.token_ids)} token_ids but {len(self.logprobs)} logprobs")
         if not self.chunks or min(self.chunks) < 1:
@@ -73,8 +77,8 @@ class ScriptedEngine:
         image_length: int = 4,
         model: str | Path | None = None,
     ) -> None:
-        """Answers to calls with a constraint are held against it where the `model` directory is known, else
-        taken at their word. A call with one that the script has no answer for is drawn from its masks."""
+        """With a `model` directory, replies to calls with a constraint are checked against it, and a call
+        that the script has no reply for is sampled from its masks."""
         self._answer = script if callable(script) else _in_order(script)
         self._version = version
         self._max_context, self._vocab_size = max_context, vocab_size
@@ -95,7 +99,7 @@ class ScriptedEngine:
         self.break_down("the engine was closed")
 
     def break_down(self, reason: str = "the scripted engine broke") -> None:
-        """From now on every call fails, those in flight too. Repeating changes nothing."""
+        """Fail all calls from now on, also those in flight. Idempotent."""
         self._broken = self._broken or reason
         self._breaking.set()
         self._moving.set()

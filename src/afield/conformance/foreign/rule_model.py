@@ -22,9 +22,8 @@ from msgspec import Struct, structs
 
 from afield import factory
 from afield.conformance.families import hermes
-from afield.conformance.foreign.template import IMAGE, NO_THOUGHT, TOOLS
 from afield.conformance.foreign.values import QUOTED, SUM, Values, computed, places
-from afield.conformance.model import CONTROL
+from afield.conformance.model import CONTROL, IMAGE, NO_THOUGHT, TOOLS
 from afield.conformance.scenario import ModelReply, ToolUse
 from afield.conformance.script import RandomTokenizer
 from afield.interfaces import GenerateRequest

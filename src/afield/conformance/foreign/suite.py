@@ -20,8 +20,7 @@ from msgspec import Struct
 from afield import factory
 from afield.conformance.client import ClientCommand, Stage, run
 from afield.conformance.foreign.rule_model import RuleModel
-from afield.conformance.foreign.template import IMAGE, TEMPLATE
-from afield.conformance.model import CONTROL, write_model
+from afield.conformance.model import CONTROL, IMAGE, SWITCHABLE_TEMPLATE, write_model
 from afield.conformance.suite import Serving, serving
 from afield.errors import Unavailable
 from afield.interfaces import SessionSpec
@@ -112,7 +111,7 @@ async def check_suite(suite: ForeignSuite, cache: Path, folder: Path, path: str)
         if suite.optional:
             return SuiteResult(skipped=1, unavailable=str(error))
         return SuiteResult(failed=1, problems=(f"not installed: {error}",), unavailable=str(error))
-    model = write_model(folder / "model", TEMPLATE, (*CONTROL, IMAGE))
+    model = write_model(folder / "model", SWITCHABLE_TEMPLATE, (*CONTROL, IMAGE))
     vocabulary = factory.vocabulary_of(model)
     engine = factory.load("engine", "scripted", factory.ENGINES)(
         RuleModel(vocabulary, frozenset(_session_id(suite, variant) for variant in suite.silent)),

@@ -1,11 +1,14 @@
-"""An SGLang server as an engine, over `/generate` with `input_ids`.
+"""SGLang engine: token ids, log-probabilities and weight versions from an SGLang server.
 
-Its stream repeats everything with every event unless the server was started to send increments; both are
-read, and what one network read brings is one chunk. Versions are exact where `meta_info.weight_versions`
-is there, otherwise the interval from the version at the start to the one now. SGLang applies temperature to
-log-probabilities but not truncation: calls with top_p or top_k are refused unless measured otherwise. Its
-own end ids end a call that has stop ids. Ids outside a known vocabulary are refused: a server dies of them.
-An adapter serves the calls that begin after it, those of the oldest move on when there is no room.
+1. Calls go to `/generate` with `input_ids`. Streams are cumulative or incremental; each network read is one
+   chunk.
+2. Versions are exact if the server reports `meta_info.weight_versions`, else an interval.
+3. SGLang's log-probabilities are after temperature but before truncation: calls with top_p or top_k are
+   refused unless the probe measures otherwise.
+4. The model's own end ids end a call that has stop ids. Ids outside the vocabulary are refused: they crash
+   the server.
+5. An adapter serves the calls that begin after it; calls of the oldest versions continue with the newest
+   when the server has no room.
 """
 
 from __future__ import annotations
@@ -114,7 +117,7 @@ class SglangEngine(RemoteEngine):
         reply = self._http.decode(data, wire.REPLY)
         chunk = self._chunk(call, [reply], low, 0, lease)
         if chunk.finish is None:
-            raise Unavailable(f"{self.url} gave an answer without an end")
+            raise Unavailable(f"{self.url} sent a reply without a finish reason")
         for piece in _split(chunk):
             yield piece
 

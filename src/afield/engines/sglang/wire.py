@@ -1,7 +1,7 @@
-"""SGLang's wire format: what is sent to `/generate`, and what its answers mean.
+"""SGLang wire format: request bodies and response events of `/generate`.
 
-`output_ids` and `output_token_logprobs` hold everything so far, or (`--incremental-streaming-output`) what is
-new; `completion_tokens` always counts everything, so the new part is the last of both lists either way.
+`output_ids` and `output_token_logprobs` are cumulative, or incremental with `--incremental-streaming-output`;
+`completion_tokens` is always cumulative, so the new tokens are the end of both lists either way.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Decode steps of a fixed shape, recorded once as CUDA graphs and replayed.
+"""CUDA graphs of decode steps with fixed shapes, captured once and replayed.
 
-A step gives one id to each of so many rows and draws the next, all on the device: one copy goes in,
-one comes out, and the host waits for nothing but the latter. A step may be launched on top of one
-whose tokens the host has not seen yet. Shapes are few: rows are rounded up, so is the length unless
-the slots' `ways` read what there is, and a shape that is rarely wanted runs in a larger one. Weights
-are copied in place, so recordings stay valid; when the slots' memory moves they are made anew. Where
-nothing can be recorded (a CPU, or a model that waits for the device; `refused` says why) the same
-steps are computed each time.
+1. A step computes one id per row and samples the next one on the device, with one copy in and one copy out.
+   The next step may be launched before the host has read the tokens of the last one.
+2. Shapes are few: rows are rounded up, and so is the length unless decode kernels read only the keys in
+   use. A rare shape runs in a larger one.
+3. Weights are copied in place, so graphs stay valid; when the KV cache moves they are captured again.
+4. Without CUDA, or for a model that synchronises with the device (`refused` has the reason), the same steps
+   run without graphs.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-"""Fitting a model to the slots, and its decode steps in few kernels where there are kernels for them.
+"""Decode kernels: faster layers for decode steps, checked against plain torch before use.
 
-`fit` gives the model the slots' attention. On CUDA it then swaps layers whose arithmetic it knows for
-ones that take fewer kernels, and gives the `DecodeKernels` in which fixed steps store keys and attend:
-Triton's,
-or else flash attention's. What they compute is written here in plain torch. Nothing is used that was
-not compared on the device, first with that, then as a whole with a plain forward pass; what is refused
-leaves the model's own layers in place and a note.
-
-The whole model is compared on text that it writes itself, by what a sampler needs: how far the
-log-probabilities of the tokens it would draw are from float32. The unit is the control, which is how far the
-model's own forward pass in its dtype is from float32 on the same text.
+1. `fit` gives the model the KV cache's attention. On CUDA it also replaces layers that it knows by ones with
+   fewer kernels, and chooses the `DecodeKernels` of fixed steps: Triton's, else flash attention's.
+2. Each kernel is compared on the device with plain torch, then the whole model with a plain forward pass. A
+   failed comparison leaves the model's own layers in place and a note.
+3. The whole model is compared on text that it samples itself: the error of the log-probabilities of sampled
+   tokens against float32, in units of the control, which is the error of the model's own forward pass.
 """
 
 from __future__ import annotations

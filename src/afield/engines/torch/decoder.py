@@ -1,11 +1,11 @@
-"""The decoder: calls in flight on one model, a step at a time. It runs in the engine's own thread.
+"""Continuous-batching decoder of the torch engine: runs calls step by step in the engine's thread.
 
-A call is its ids, of which the first so many are computed; the rest are pending. A step computes
-pending ids, at most `prefill_tokens` of them for calls with more than one, and draws a token for
-every call that has none left. A new prompt, a reused prefix and new weights are all just another
-number of pending ids; after a swap it is all of them, so each log-probability is that of the
-version that drew the token, given everything before it. With `CudaGraphRunner`, single ids are computed by
-those, and the next step is launched before the host looks at what the last one drew.
+1. A call is a list of ids: computed ones in the KV cache, then pending ones. A step computes pending ids,
+   at most `prefill_tokens` for calls with more than one, and samples a token for every call that has none
+   left.
+2. A new prompt, a reused prefix and new weights differ only in the number of pending ids. New weights make
+   all ids pending, so each log-probability is that of the version that sampled the token.
+3. With a `CudaGraphRunner`, the next step is launched before the host reads the tokens of the last one.
 """
 
 from __future__ import annotations

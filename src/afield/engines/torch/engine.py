@@ -1,10 +1,11 @@
-"""The embedded engine: a transformers model in this process, on a thread of its own.
+"""Torch engine: a transformers model in this process, on its own thread.
 
-Calls join and leave between steps, weights are swapped between steps, and every token carries the
-version that drew it. Any causal language model whose attention layers see all that came before (or
-a window, up to its length) will do; one that gives other results through the slots is refused at
-start. Float32 on a CPU with a single thread, bfloat16 on CUDA; log-probabilities always in float32.
-If the model raises, every call fails with Unavailable and the engine takes no more.
+1. Calls join and leave, and weights are swapped, between steps; every token has the version that sampled
+   it.
+2. Any causal language model with full or sliding-window attention works, up to the length of the window. A
+   model that gives other log-probabilities through the KV cache is refused at start.
+3. Default dtype: float32 on a CPU (one thread), bfloat16 on CUDA; log-probabilities are float32.
+4. If the model raises, every call fails with Unavailable and the engine takes no more calls.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Images in the embedded engine: their ids in slots, and their features, computed once per version.
+"""Image prompts of the torch engine: ids in the KV cache, and features of the vision tower.
 
-An image of a prompt is as many ids below 0 as it has features, each of which names the image and a place in
-it. So prompts share what was computed only up to the first image that differs. Features are kept until the
-weights change, or others need the room.
+An image takes as many negative ids as it has features; each id names the image and a place in it. So prompts
+share a cached prefix only up to the first image that differs. Features are computed once per version and kept
+until the weights change or others need the room.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Slots: the key-value memory of the embedded engine, and which ids it holds.
+"""KV cache of the torch engine: slots of keys and values with prefix reuse.
 
-A slot is one row of `[slots, length, heads, head_dim]` per layer plus the ids it was computed from.
-A call owns a slot while it runs; afterwards the slot keeps its ids, so that a prompt that begins the
-same way computes only the rest. Rows and length grow with use and never beyond what was allowed.
-`KVCache` is the `past_key_values` of a forward pass: `arrange` says which rows take part and where
-their new keys go (`fixed` does so for a step whose shapes never change), and the model's layers then
-call `update`. With `ways` a fixed step's layers find rows and memory in `lanes` and `memory` instead.
-It needs torch and transformers only.
+1. A slot is one row of `[slots, length, heads, head_dim]` per layer, and the ids it was computed from. A
+   call owns a slot while it runs; afterwards the slot keeps its ids, so that a prompt with the same prefix
+   computes only the rest. Rows and length grow with use, up to the configured limits.
+2. `KVCache` is the `past_key_values` of a forward pass: `arrange` chooses the rows and the places of new
+   keys (`fixed` does so for a step of fixed shape), and the model's layers call `update`. With decode
+   kernels (`ways`), the layers of a fixed step use `lanes` and `memory` instead.
+3. Needs torch and transformers only.
 """
 
 from __future__ import annotations

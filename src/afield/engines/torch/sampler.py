@@ -1,9 +1,9 @@
-"""Drawing tokens: one uniform number per token, inverted through the distribution's running sum.
+"""Token sampling by inverse transform: one uniform number per token.
 
-The distribution is the model's, held to a constraint's mask, after temperature, then top-k, then top-p,
-renormalised; the log-probability that comes back is that distribution's, in float32. Temperature 0 takes
-the most likely token and reports the untempered model's log-probability. `draw` does all of it; `pick`
-neither masks nor truncates, and never waits for the device, so that it can be part of a recorded step.
+The distribution is the model's under the constraint mask, then temperature, top-k and top-p, renormalised;
+log-probabilities are those of that distribution, in float32. Temperature 0 takes the most likely token and
+reports its log-probability without temperature. `draw` does all of it. `pick` neither masks nor truncates and
+never synchronises with the device, so that a CUDA graph can contain it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Kernels of a decode step, written in Triton: rotate and store, attend, gate, and sum by blocks.
+"""Triton kernels of a decode step: rotate and store, attention, gated MLP, block sums.
 
-Each lane gives one id to one row of the slots' memory `[rows, length, heads, size]`. The kernels read
-and write that memory in place, each key once, and only as many keys as a row has; no shape depends on
-how many those are. They round where the model's own layers round. `fused` says in plain torch what each
-one computes, and compares them on the device before they are used. Needs Triton, so import it where
-there is CUDA only; with `TRITON_INTERPRET=1` they run on a CPU.
+Each lane gives one id to one row of the KV cache `[rows, length, heads, size]`. The kernels read and write
+it in place, each key once and only the keys in use; no shape depends on their number. They round where the
+model's own layers round. `decode_kernels` has each one in plain torch and compares them on the device.
+Import only with CUDA; with `TRITON_INTERPRET=1` the kernels run on a CPU.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Model directories: reading a model once, and later only its tensors.
+"""Model weights of the torch engine: load a model directory, read new weights, merge LoRA adapters.
 
-A model directory is what transformers saves: config.json, model.safetensors (or shards with an
-index) and tokenizer.json. A directory that lacks a tensor, or has one of another shape, is refused
-with the tensor's name; nothing is ever left at its random initial value. An adapter (adapter_config.json and
-adapter_model.safetensors, as peft saves them) is merged into the weights of the model below it.
+A model directory is what transformers saves: config.json, model.safetensors (or shards with an index) and
+tokenizer.json. A directory with a missing tensor, or one of another shape, raises UsageError with the
+tensor's name. An adapter (peft's adapter_config.json and adapter_model.safetensors) is merged into the base
+weights.
 """
 
 from __future__ import annotations

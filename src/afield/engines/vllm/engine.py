@@ -1,10 +1,12 @@
-"""A vLLM server as an engine: ids in, ids, log-probabilities and weight versions out.
+"""vLLM engine: token ids, log-probabilities and weight versions from a vLLM server.
 
-It asks `/inference/v1/generate` where the server offers it (`--enable-scale-out`), else `/v1/completions`,
-whose versions are intervals. What one network read brings is one chunk; exact versions come with the last.
-Loading and pausing need VLLM_SERVER_DEV_MODE=1 there and are refused with that remedy otherwise. Whole
-weights are swapped under all calls; an adapter serves the calls that begin after it, see `vllm_adapters`.
-A seed repeats only on one server under the same load: how calls are batched changes the last bits.
+1. Calls go to `/inference/v1/generate` if the server has it (`--enable-scale-out`), else to
+   `/v1/completions`, which reports version intervals. Each network read is one chunk; exact versions come
+   with the last one.
+2. Loading and pausing need VLLM_SERVER_DEV_MODE=1 on the server.
+3. Whole weights are swapped under all calls; an adapter serves the calls that begin after it, see
+   `vllm.lora`.
+4. A seed repeats only on one server under the same load: batching changes the last bits.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class VllmEngine(RemoteEngine):
     remedy = "start vLLM with --logprobs-mode processed_logprobs"
 
     def __init__(self, url: str, *, model: str | None = None, images: bool = False, **options: Any) -> None:
-        """`images`: the model takes them (vLLM does not tell). Options are those of `RemoteEngine`."""
+        """`images`: whether the model takes images, which vLLM does not report. For `options` see
+        `RemoteEngine`."""
         super().__init__(url, **options)
         self._model, self._images = model, images
         self._exact, self._manageable = True, False
@@ -75,10 +78,10 @@ class VllmEngine(RemoteEngine):
         self._model = chosen.id
         await self._refresh()
         if self._manageable and await self._is_paused():
-            raise Unavailable(f"{self.url} is paused; whoever paused it, or you, must POST /resume there")
+            raise Unavailable(f"{self.url} is paused; POST /resume there to continue it")
         status, _ = await self._http.status("POST", wire.GENERATE, {})
         self._exact = status not in {403, 404, 405}
-        # Taken at its word until it is measured, so that the measuring calls are let through.
+        # Claims everything until it is measured, so that `check_call` lets the measuring calls pass.
         self._known = info = EngineInfo(
             kind="vllm",
             version=self._version,
@@ -97,7 +100,7 @@ class VllmEngine(RemoteEngine):
         return structs.replace(info, max_top_logprobs=await self._most_candidates(), constraints=holds)
 
     async def _most_candidates(self) -> int:
-        """How many of the likeliest tokens it tells (`--max-logprobs`, which it does not name)."""
+        """Most top_logprobs that the server accepts (`--max-logprobs`, which it does not report)."""
         info = self._entered()
         for count in CANDIDATES:
             self._known = structs.replace(info, max_top_logprobs=count)
@@ -131,7 +134,7 @@ class VllmEngine(RemoteEngine):
         return status == 200 and self._http.decode(data, PAUSED).is_paused
 
     async def waiting(self) -> int | None:
-        """Calls in its queue, by its metrics."""
+        """Number of calls in the server's queue; None if it has no metrics."""
         status, data = await self._http.status("GET", "/metrics")
         return gauge(data, "vllm:num_requests_waiting") if status == 200 else None
 
@@ -165,7 +168,7 @@ class VllmEngine(RemoteEngine):
             yield chunk
 
     async def _lowest(self, low: int, lease: AdapterLease | None) -> int:
-        """Answers that tell no versions may be those of a server that was started again meanwhile."""
+        """The lowest version of a reply without version spans: the server may have restarted meanwhile."""
         if self._exact or lease is not None or not (self._manageable and self._labelled):
             return low
         told = self._http.decode(await self._http.ask("GET", "/weight_info"), WEIGHT_INFO).weight_version
@@ -175,7 +178,7 @@ class VllmEngine(RemoteEngine):
 
     @property
     def _mixed(self) -> bool:
-        """Versions of calls without an adapter are an interval while adapters are served beside them."""
+        """Whether calls without an adapter have version intervals, because adapters share their batches."""
         return self._mixes and self._leases.newest is not None
 
     def _cut(
@@ -183,7 +186,7 @@ class VllmEngine(RemoteEngine):
     ) -> list[Chunk]:
         """One chunk for each version span."""
         if sampled.finish is None:
-            raise Unavailable(f"{self.url} gave an answer without an end")
+            raise Unavailable(f"{self.url} sent a reply without a finish reason")
         length = len(sampled.token_ids)
         cuts = [(0, length, low, max(low, self._version))]
         if lease is not None:

@@ -1,10 +1,10 @@
-"""Adapters on a vLLM server: each version under a name of its own, `policy-v7`.
+"""LoRA adapters on a vLLM server: each version has its own name, such as `policy-v7`.
 
-Needs `--enable-lora`, `--max-loras` of at least 2 (one for the newest, one for calls in flight) and
-VLLM_ALLOW_RUNTIME_LORA_UPDATING=1; refused with that remedy otherwise. With more adapters than it has room
-for, vLLM would drop one that is in use and read it from its directory again, or die when that is gone; so
-calls of the oldest versions are ended first and go on with a newer one. Names nobody uses are taken away
-when a later version comes.
+1. The server needs `--enable-lora`, `--max-loras` of at least 2 (the newest version and calls in flight) and
+   VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.
+2. With more adapters than it has room for, vLLM drops one in use and reads it from its directory again, or
+   crashes if that is gone. So calls of the oldest versions are aborted first and continue with a newer one.
+3. Loading a version unloads the versions that no call uses.
 """
 
 from __future__ import annotations

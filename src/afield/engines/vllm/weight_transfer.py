@@ -1,9 +1,9 @@
-"""Weights sent to a vLLM server over its own transfer (NCCL, CUDA IPC), seen from the trainer's process.
+"""Weight transfer to a vLLM server (NCCL, CUDA IPC), from the trainer's process.
 
-vLLM's trainer-side engines take any object with these four verbs and move the tensors themselves; this one
-also holds the server's calls still meanwhile and names the version, so that no token is sampled by half of
-them and all go on afterwards. A transfer that fails leaves the server paused, for it may hold parts of the
-weights: send them again. The gateway is told with `publish` and no path. It blocks, and is for one thread.
+vLLM's trainer-side engines take any object with these four methods and move the tensors themselves.
+`VllmTransfer` also pauses the server's calls meanwhile and labels the version, so that no token is sampled
+from half of the weights. After a failed transfer the server stays paused, because it may hold parts of the
+weights: send them again. Tell the gateway with `publish` and no path. Blocking; for one thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""vLLM's wire format: what is sent, and what an answer's events mean.
+"""vLLM wire format: request bodies and response events.
 
-Two endpoints give ids for ids. `/inference/v1/generate` tells exact version spans with the last event;
-`/v1/completions` with `return_token_ids` is there on every server and tells none. vLLM writes -9999
-where it has no log-probability or a NaN: that is refused here like any other missing number.
+`/inference/v1/generate` reports exact version spans with its last event; `/v1/completions` with
+`return_token_ids` exists on every server and reports none. vLLM writes -9999 for a missing or NaN
+log-probability, which raises Unavailable here.
 """
 
 from __future__ import annotations
@@ -224,6 +224,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 class PromptEncoder:
+    """Encodes prompts as JSON, reusing the text of the session's last prompt.
+
+    `GenerateRequest.base_ids` is that last prompt, the same object; only the ids after it are encoded. The
+    oldest texts are dropped when they take more than `ROOM` bytes.
+    """
+
     def __init__(self) -> None:
         self._known: OrderedDict[str, tuple[tuple[int, ...], bytes]] = OrderedDict()
         self._held = 0
