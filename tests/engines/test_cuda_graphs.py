@@ -172,12 +172,12 @@ def off(directories: dict[int, Path], ask: DecodeParams, sink: Collected) -> flo
 def test_fixed_steps_draw_what_plain_steps_draw(
     directory: Path, kinds: int, ways: DecodeKernels | None
 ) -> None:
-    wanted = asks(60, kinds)
+    wanted = asks(40, kinds)
     plain = served(a_decoder(directory, fixed=False), wanted, per_step=3)
     fixed = served(a_decoder(directory, ways=ways), wanted, per_step=3)
     same = [(a, b) for a, b in zip(fixed, plain, strict=True) if a.token_ids == b.token_ids]
     # Sums in another order can turn a draw that falls on the border between two tokens.
-    assert len(same) >= (60 if ways is None else 58)
+    assert len(same) >= (40 if ways is None else 38)
     for a, b in same:
         assert torch.allclose(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=TOLERANCE)
         assert [piece.finish for piece in a.pieces][-1] == b.pieces[-1].finish
@@ -254,7 +254,8 @@ def test_the_memory_grows_under_a_step_in_flight(directory: Path, ways: DecodeKe
     sinks = [add(decoder, ask)[1] for ask in wanted]
     for _ in range(10):
         decoder.step()
-    wanted += [DecodeParams(a_prompt(n, 9), max_tokens=CONTEXT, seed=n) for n in range(2, 20)]
+    lengths = {2: CONTEXT, 3: CONTEXT}
+    wanted += [DecodeParams(a_prompt(n, 9), max_tokens=lengths.get(n, 20), seed=n) for n in range(2, 20)]
     sinks += [add(decoder, ask)[1] for ask in wanted[2:]]
     drain(decoder)
     for ask, sink in zip(wanted[:4], sinks[:4], strict=True):

@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,10 +100,10 @@ def reference(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     if sampling.temperature and sampling.top_k:
         scores[scores < scores.topk(sampling.top_k).values[-1]] = -torch.inf
     if sampling.temperature and sampling.top_p < 1:
-        kept, mass = [], 0.0
+        kept, mass, probabilities = [], 0.0, scores.softmax(-1).tolist()
         for token in scores.argsort(descending=True).tolist():
             kept.append(token)
-            mass += scores.softmax(-1)[token].item()
+            mass += probabilities[token]
             if mass >= sampling.top_p:
                 break
         nucleus = torch.full_like(scores, -torch.inf)
@@ -111,14 +112,18 @@ def reference(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return scores.log_softmax(-1)
 
 
+@cache
+def plain_model(directory: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
 def worst_error(entry: RecordedCall, weights: dict[int, Path]) -> float:
     """Recorded log-probabilities against a plain forward over the whole sequence, version by version."""
     sequence = torch.tensor([[*entry.prompt_ids, *entry.token_ids]])
     worst = 0.0
     for span in entry.versions:
-        plain = AutoModelForCausalLM.from_pretrained(weights[span.low], dtype=torch.float32)
         with torch.no_grad():
-            logits = plain(sequence).logits[0]
+            logits = plain_model(weights[span.low])(sequence).logits[0]
         for n in range(span.start, span.end):
             expected = reference(logits[len(entry.prompt_ids) + n - 1], entry.sampling)
             error = abs(expected[entry.token_ids[n]].item() - entry.logprobs[n])
