@@ -53,10 +53,10 @@ class Vision:
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
         self.path = path
         self.kind = str(config["model_type"])
-        found = config.get("image_token_id", config.get("image_token_index"))
-        if not isinstance(found, int):
+        image_id = config.get("image_token_id", config.get("image_token_index"))
+        if not isinstance(image_id, int):
             raise UsageError(f"{path}: config.json names no image_token_id")
-        self.image_id = found
+        self.image_id = image_id
         self.mrope = self.kind in GRIDS
         self._layer = config.get("vision_feature_select_strategy", "default")
         self._vision: dict[str, Any] = config["vision_config"]
@@ -91,8 +91,8 @@ class Vision:
 
     def pixels(self, image: Image) -> PixelInputs:
         """Raises ValueError for what is no image, or is not at hand."""
-        made = self._images()(images=[decode_image(image)], return_tensors="pt")
-        inputs = {name: value.numpy() for name, value in made.items() if name in INPUTS}
+        processed = self._images()(images=[decode_image(image)], return_tensors="pt")
+        inputs = {name: value.numpy() for name, value in processed.items() if name in INPUTS}
         if not self.mrope:
             return PixelInputs(image.digest, inputs, self._fixed_tokens(), None)
         t, h, w = (int(n) for n in inputs["image_grid_thw"][0])
@@ -169,9 +169,9 @@ class Vision:
             name: torch.from_numpy(np.ascontiguousarray(value)).to(model.device)
             for name, value in picture.inputs.items()
         }
-        told = model.model.get_image_features(**inputs, return_dict=True)
-        rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in told.pooler_output])
-        deep = getattr(told, "deepstack_features", None) or ()
+        output = model.model.get_image_features(**inputs, return_dict=True)
+        rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in output.pooler_output])
+        deep = getattr(output, "deepstack_features", None) or ()
         return ImageFeatures(
             rows, tuple(layer if torch.is_tensor(layer) else torch.cat(layer) for layer in deep)
         )
@@ -197,8 +197,8 @@ def _image_processor(path: Path) -> Any:
     try:
         return transformers.AutoImageProcessor.from_pretrained(path, local_files_only=True)
     except ImportError:  # some versions want torchvision here even where they have the same with Pillow
-        told = json.loads((path / "preprocessor_config.json").read_bytes())
-        name = str(told.get("image_processor_type", "")).removesuffix("Fast")
+        config = json.loads((path / "preprocessor_config.json").read_bytes())
+        name = str(config.get("image_processor_type", "")).removesuffix("Fast")
         if (kind := getattr(transformers, f"{name}Pil", None)) is None:
             raise
         return kind.from_pretrained(path, local_files_only=True)

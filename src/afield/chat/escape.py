@@ -78,8 +78,8 @@ def policy(name: str, literals: Iterable[str], fixed: Iterable[str] = ()) -> Cal
     spelled = re.compile("|".join(map(re.escape, sorted(literals, key=len, reverse=True))))
 
     def reject(text: str) -> str:
-        if found := spelled.search(text):
-            raise Spelled(found.group())
+        if match := spelled.search(text):
+            raise Spelled(match.group())
         return escape(text)
 
     return reject

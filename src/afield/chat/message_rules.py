@@ -84,15 +84,15 @@ def fold(
     With `generation`, a turn of the model's follows the last message.
     """
     applied: list[str] = []
-    said: list[Message] = list(messages)
+    current: list[Message] = list(messages)
     context = _Context(tools, begins, generation)
     for name in RULES:
         if name in rules:
-            changed = _STEPS[name](said, context)
-            if changed != said:
+            changed = _STEPS[name](current, context)
+            if changed != current:
                 applied.append(name)
-                said = changed
-    return Folded(said, () if "fold-tools" in rules else tools, tuple(applied))
+                current = changed
+    return Folded(current, () if "fold-tools" in rules else tools, tuple(applied))
 
 
 class _Context(Struct, frozen=True):
@@ -144,13 +144,13 @@ def _as_user(message: Message) -> Message:
 
 
 def _fold_tools(messages: list[Message], context: _Context) -> list[Message]:
-    said = [_call_as_text(_result_as_user(message)) for message in messages]
+    texts = [_call_as_text(_result_as_user(message)) for message in messages]
     if not context.tools or not context.begins:
-        return said
+        return texts
     announced = Message(role="system", content=announcement(context.tools))
-    if said and said[0].role == "system":
-        return [_joined([said[0], announced]), *said[1:]]
-    return [announced, *said]
+    if texts and texts[0].role == "system":
+        return [_joined([texts[0], announced]), *texts[1:]]
+    return [announced, *texts]
 
 
 def announcement(tools: Iterable[Announced]) -> str:
@@ -217,8 +217,8 @@ def _call_ids(messages: list[Message], context: _Context) -> list[Message]:
             waiting = [call.id for call in calls]
             out.append(_with_calls(message, calls))
         elif message.role == "tool":
-            given = _nine(message.tool_call_id) if message.tool_call_id else ""
-            answered = given or (waiting[0] if waiting else _nine(str(at)))
+            short_id = _nine(message.tool_call_id) if message.tool_call_id else ""
+            answered = short_id or (waiting[0] if waiting else _nine(str(at)))
             waiting = [other for other in waiting if other != answered]
             out.append(structs.replace(message, tool_call_id=answered))
         else:
@@ -280,11 +280,11 @@ def _user_in_result(messages: list[Message], context: _Context) -> list[Message]
         result: int | None = None
         for message in run:
             if message.role == "user":
-                said = _tagged(message, "user")
+                tagged = _tagged(message, "user")
                 if result is None:
-                    early.append(said)
+                    early.append(tagged)
                 else:
-                    out[result] = _joined([out[result], said])
+                    out[result] = _joined([out[result], tagged])
                 continue
             if message.role == "tool":
                 message = structs.replace(_joined([*early, message]), **_result_fields(message))

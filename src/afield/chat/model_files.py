@@ -71,14 +71,14 @@ def _template_sources(model_dir: Path, settings: Mapping[str, Any]) -> dict[str,
     path = model_dir / "chat_template.jinja"
     if path.is_file():
         return {"default": path.read_text(encoding="utf-8")}
-    given = settings.get("chat_template")
-    if isinstance(given, str):
-        return {"default": given}
-    named = {entry["name"]: entry["template"] for entry in given or []}
+    configured = settings.get("chat_template")
+    if isinstance(configured, str):
+        return {"default": configured}
+    named = {entry["name"]: entry["template"] for entry in configured or []}
     if "default" not in named:
-        found = f", only templates named {', '.join(sorted(named))}" if named else ""
+        others = f", only templates named {', '.join(sorted(named))}" if named else ""
         raise UsageError(
-            f"{model_dir} has no chat template{found}; put one into chat_template.jinja,"
+            f"{model_dir} has no chat template{others}; put one into chat_template.jinja,"
             " or use a model that was trained for chat"
         )
     return {name: text for name, text in named.items() if name in {"default", "tool_use"}}

@@ -115,31 +115,31 @@ def profile_template(
     return msgspec.structs.replace(profile, notes=tuple(notes))
 
 
-def _bridged(profile: TemplateProfile, found: Bridged | None) -> TemplateProfile:
-    if found is None:
+def _bridged(profile: TemplateProfile, bridge: Bridged | None) -> TemplateProfile:
+    if bridge is None:
         return profile
-    appends = {p: tier or ("bridge" if p in found.stops else None) for p, tier in profile.appends.items()}
+    appends = {p: tier or ("bridge" if p in bridge.stops else None) for p, tier in profile.appends.items()}
     return msgspec.structs.replace(
-        profile, appends=appends, family=found.family, bridges=found.stops, strips=found.strips
+        profile, appends=appends, family=bridge.family, bridges=bridge.stops, strips=bridge.strips
     )
 
 
-def _notes(found: TemplateProfile, vocab: Vocabulary) -> Iterator[str]:
-    if found.end_of_turn is None:
+def _notes(profile: TemplateProfile, vocab: Vocabulary) -> Iterator[str]:
+    if profile.end_of_turn is None:
         yield "the template has no token that ends an assistant turn: tier append serves no pattern"
-    if found.strips:
-        yield f"the template strips earlier reasoning before {', '.join(found.strips)}; it is preserved here"
-    for literal in found.unsafe:
+    if profile.strips:
+        yield f"the template strips earlier reasoning before {', '.join(profile.strips)}; afield keeps it"
+    for literal in profile.unsafe:
         yield f"content can spell the control token {literal!r}: one character cannot be escaped"
     if literal := template_probes.changed_by_escape(vocab):
         yield f"escaped content is encoded piece by piece, which changes its text ({literal!r} for one)"
-    if found.named:
+    if profile.named:
         yield "the template names the tool a result comes from: results without a name are not appended"
-    if found.prints_date:
+    if profile.prints_date:
         yield "the template prints the date; it is that of the start of this process"
-    if found.tool_format and not found.parallel_calls:
+    if profile.tool_format and not profile.parallel_calls:
         yield "the template renders one call per turn: a turn with several is followed by a new row"
-    if "fold-tools" in found.rules:
+    if "fold-tools" in profile.rules:
         yield "the template has no calls of tools that can be read: tools, calls and results are text"
 
 

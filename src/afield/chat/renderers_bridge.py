@@ -197,6 +197,6 @@ class _PatternCheck:
         if delta is None or ids[-len(delta) - 1 :] != [stop, *delta]:
             return False
         head = self._vocab.decode(ids[: -len(delta) - 1])
-        known = self._template.render(history, tools, generation=False).replace(BREAK, "")
-        self.strips |= head != known
-        return unthought(head) == unthought(known)
+        original = self._template.render(history, tools, generation=False).replace(BREAK, "")
+        self.strips |= head != original
+        return unthought(head) == unthought(original)

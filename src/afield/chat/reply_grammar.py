@@ -84,14 +84,14 @@ def repeated(element: Element) -> Element:
 
 def text(*without: str, limit: int | None = None) -> Element:
     """Any text in which none of these stands."""
-    made: Element = {"type": "any_text", "excludes": list(without)}
-    return made if limit is None else made | {"max_tokens": limit}
+    element: Element = {"type": "any_text", "excludes": list(without)}
+    return element if limit is None else element | {"max_tokens": limit}
 
 
 def json_value(schema: Mapping[str, Any] | bool, *without: str) -> Element:
     """A value in JSON; its strings have none of the texts `without`."""
-    made: Element = {"type": "json_schema", "json_schema": schema}
-    return made | {"excludes": list(without)} if without else made
+    element: Element = {"type": "json_schema", "json_schema": schema}
+    return element | {"excludes": list(without)} if without else element
 
 
 def _without(element: Element, *markers: str) -> Element:
@@ -158,9 +158,9 @@ def _body(
     return sequence(text(opening), maybe(section))
 
 
-def _section(known: ToolFormat, calls: Sequence[CallSpec], *, several: bool) -> Element:
+def _section(tool_format: ToolFormat, calls: Sequence[CallSpec], *, several: bool) -> Element:
     """One call, or as many as there may be."""
-    spelling = SPELLINGS[known.name]
+    spelling = SPELLINGS[tool_format.name]
     one = either([spelling.call(call) for call in calls])
     more = repeated(sequence(*_of(spelling.between), one)) if several else None
     return sequence(*_of(spelling.begin), one, more, *_of(spelling.end))
@@ -224,34 +224,34 @@ class _Parameter(Struct, frozen=True):
 def _tagged(before: str, named: str, parameter: _Parameter, after: str):
     def arguments(schema: Mapping[str, Any]) -> Iterator[Element]:
         required = set(schema.get("required", ()))
-        for name, given in schema.get("properties", {}).items():
-            value = _plain(_with_definitions(given, schema), parameter)
+        for name, property_schema in schema.get("properties", {}).items():
+            value = _plain(_with_definitions(property_schema, schema), parameter)
             one = spelled(f"{parameter.before}{name}{parameter.named}", value, parameter.after)
             yield one if name in required else maybe(one)
 
     def call(spec: CallSpec) -> Element:
-        known = [schema for schema in object_schemas(spec.schema) if "enum" not in schema]
-        if not known:
+        schemas = [schema for schema in object_schemas(spec.schema) if "enum" not in schema]
+        if not schemas:
             raise ValueError(
                 f"the arguments of {spec.name!r} cannot be written in this model's format of calls"
             )
         head = f"{before}{spec.name}{named}"
-        return either([spelled(head, *arguments(schema), after) for schema in known])
+        return either([spelled(head, *arguments(schema), after) for schema in schemas])
 
     return call
 
 
 def object_schemas(schema: Any) -> list[dict[str, Any]]:
     """The objects among what a schema allows, each with its definitions."""
-    found: list[dict[str, Any]] = []
+    objects: list[dict[str, Any]] = []
     for kind in _alternatives(_with_definitions(schema, schema)):
         if not kind.keys() - set(DEFINITIONS):
-            found.append({**kind, **ANY_OBJECT})
+            objects.append({**kind, **ANY_OBJECT})
         elif kind.get("type") == "object":
-            found.append(kind)
+            objects.append(kind)
         elif values := [value for value in kind.get("enum", ()) if isinstance(value, dict)]:
-            found.append({"enum": values})
-    return found
+            objects.append({"enum": values})
+    return objects
 
 
 def _with_definitions(schema: Any, root: Mapping[str, Any]) -> Any:
@@ -259,13 +259,13 @@ def _with_definitions(schema: Any, root: Mapping[str, Any]) -> Any:
         return schema
     definitions = {name: root[name] for name in DEFINITIONS if name in root}
     while "$ref" in schema:
-        found: Any = definitions
+        target: Any = definitions
         for step in schema["$ref"].removeprefix("#/").split("/"):
             step = step.replace("~1", "/").replace("~0", "~")
-            if not isinstance(found, dict) or step not in found:
+            if not isinstance(target, dict) or step not in target:
                 raise ValueError(f"$ref {schema['$ref']!r} cannot be written in this model's format of calls")
-            found = found[step]
-        schema = found
+            target = target[step]
+        schema = target
     return {**schema, **definitions}
 
 
@@ -294,14 +294,14 @@ def _alternatives(schema: Any, seen: set[str] | None = None) -> list[dict[str, A
     if "anyOf" not in schema:
         return [schema]
     seen = set() if seen is None else seen
-    found: list[dict[str, Any]] = []
+    alternatives: list[dict[str, Any]] = []
     for option in schema["anyOf"]:
         if (name := option.get("$ref")) is not None:
             if name in seen:
                 continue
             seen.add(name)
-        found += _alternatives(_with_definitions(option, schema), seen)
-    return found
+        alternatives += _alternatives(_with_definitions(option, schema), seen)
+    return alternatives
 
 
 def _plain_one(schema: Mapping[str, Any]) -> Element:
@@ -382,6 +382,6 @@ def _harmony(
         for call in calls
     ]
     if not forced:
-        said = _without(output, *HARMONY_ENDS) if output else text(*HARMONY_ENDS)
-        asked.append(spelled("<|channel|>final<|message|>", said))
+        final = _without(output, *HARMONY_ENDS) if output else text(*HARMONY_ENDS)
+        asked.append(spelled("<|channel|>final<|message|>", final))
     return sequence(maybe(thoughts) if thinks and budget != 0 else None, either(asked))

@@ -168,12 +168,12 @@ class ChatTemplate:
     def _render(self, folded: Folded, tools: Sequence[Tool], generation: bool) -> str:
         tools = tools if folded.tools else ()
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
-        said = self._escaped_messages(folded.messages)
+        escaped = self._escaped_messages(folded.messages)
         try:
             return self._templates[name].render(
                 {
                     **self._variables,
-                    "messages": said,
+                    "messages": escaped,
                     "tools": self.tools(tools),
                     "documents": None,
                     "add_generation_prompt": generation,
@@ -204,13 +204,13 @@ class ChatTemplate:
         if not tools:
             return None
         key = id(tools)  # held below, so that the id is not used again while it is known
-        if (known := self._known_tools.get(key)) is None:
-            said = [self._checked(self._escaped, tool.raw, f"tool {tool.name}") for tool in tools]
-            known = self._known_tools[key] = (tools, said)
+        if (entry := self._known_tools.get(key)) is None:
+            escaped = [self._checked(self._escaped, tool.raw, f"tool {tool.name}") for tool in tools]
+            entry = self._known_tools[key] = (tools, escaped)
             while len(self._known_tools) > TOOLSETS:
                 with suppress(KeyError, RuntimeError):  # another thread was faster
                     del self._known_tools[next(iter(self._known_tools))]
-        return known[1]
+        return entry[1]
 
     def _checked(self, convert: Callable[[Any], Any], value: Any, what: str) -> Any:
         try:

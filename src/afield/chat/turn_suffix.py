@@ -133,9 +133,9 @@ def splice_text(
 
     With `strict`, reasoning the template strips counts as a change.
     """
-    known = [*history[:-1], _in_place_of(history[-1])]
-    before = template.render(known, tools, generation=False)
-    whole = template.render([*known, *new], tools, generation=True)
+    anchored = [*history[:-1], _in_place_of(history[-1])]
+    before = template.render(anchored, tools, generation=False)
+    whole = template.render([*anchored, *new], tools, generation=True)
     kept, cut = after_turn(before, ANCHOR, end), after_turn(whole, ANCHOR, end)
     # A conversation that spells the anchor itself is not worth a cleverer search.
     if kept is None or cut is None or before.count(ANCHOR) != 1 or whole.count(ANCHOR) != 1:

@@ -105,13 +105,13 @@ def _tokenizer(document: dict[str, Any], data: bytes, path: Path) -> Tokenizer:
         token["normalized"] = False
     text = json.dumps(document) if disguised else data.decode()
     failures: list[Failure] = []
-    made: list[Tokenizer] = []
+    tokenizers: list[Tokenizer] = []
     # The library raises bare exceptions.
     with boundary(FailureKind.INFRASTRUCTURE, Reason.LAUNCH, failures.append):
-        made.append(Tokenizer.from_str(text))
+        tokenizers.append(Tokenizer.from_str(text))
     if failures:
         raise UsageError(f"{path} is not a tokenizer that can be read: {failures[0].message}")
-    return made[0]
+    return tokenizers[0]
 
 
 def _decoder_kinds(decoder: Any) -> Iterable[str]:
@@ -176,12 +176,12 @@ class Segments:
     def _stretch(self, text: str) -> list[int]:
         if len(text) > LONG:
             return self._whole(text)
-        known = self._known.get(text)
-        if known is None:
-            known = self._whole(text)
+        ids = self._known.get(text)
+        if ids is None:
+            ids = self._whole(text)
             with self._lock:
-                self._remember(text, known)
-        return known
+                self._remember(text, ids)
+        return ids
 
     def _remember(self, text: str, ids: list[int]) -> None:
         if text not in self._known:

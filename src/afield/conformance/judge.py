@@ -85,13 +85,13 @@ def judge(
     problems += _unaccounted(turns, recorded, trained, excluded)
     duplicates = _twice(trained)
     problems += [f"{duplicates} calls are trained besides another with the same prompt"] * bool(duplicates)
-    found = _branches([turn for turn in record.turns if excluded.get(turn.id) != ABANDONED])
-    problems += [f"{found} branches, expected {branches}"] * (found != branches)
+    branch_count = _branches([turn for turn in record.turns if excluded.get(turn.id) != ABANDONED])
+    problems += [f"{branch_count} branches, expected {branches}"] * (branch_count != branches)
     return Verdict(
         calls=len(ledger),
         matched=sum((served & held).values()),
         duplicates=duplicates,
-        branches=found,
+        branches=branch_count,
         excluded=dict(Counter(e.reason for e in record.excluded)),
         problems=tuple(problems),
     )

@@ -39,8 +39,8 @@ NO_THOUGHT = re.compile(rf"{MARK}<think>\n\n{MARK}</think>\n\n")
 SHOWN = 160  # characters of a difference
 
 
-class ServedCall(Protocol):
-    """An entry of the engine's ledger."""
+class RecordedPrompt(Protocol):
+    """Fields of a recorded engine call that the oracle reads."""
 
     @property
     def call_id(self) -> str: ...
@@ -81,7 +81,7 @@ class Expected(Struct):
     """Prompt as rendered; the last block is the generation prompt."""
     whole: list[Block]
     """Prompt as rendered with the model's replies in full where the client sent them back."""
-    call: ServedCall | None = None
+    call: RecordedPrompt | None = None
     """Call of the engine that belongs to it."""
 
     @property
@@ -117,13 +117,13 @@ class Renderer:
             add_generation_prompt=True,
             eos_token="<|im_end|>",
         )
-        marked = self._literal.sub(lambda found: MARK + found[0], text).replace(QUOTE, "")
+        marked = self._literal.sub(lambda match: MARK + match[0], text).replace(QUOTE, "")
         head, *parts = marked.split(MARK + HEADER)
         return [*([Block(head)] if head else []), *(Block(MARK + HEADER + part) for part in parts)]
 
     def _quoted(self, value: Any) -> Any:
         if isinstance(value, str):
-            return self._literal.sub(lambda found: found[0][0] + QUOTE + found[0][1:], value)
+            return self._literal.sub(lambda match: match[0][0] + QUOTE + match[0][1:], value)
         if isinstance(value, list):
             return [self._quoted(item) for item in value]
         if isinstance(value, dict):
@@ -156,17 +156,17 @@ def _raise(message: str) -> None:
 
 
 def _as_dict(message: ClientMessage) -> dict[str, Any]:
-    shown: dict[str, Any] = {"role": message.role, "content": message.content}
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning:
-        shown["reasoning_content"] = message.reasoning
+        fields["reasoning_content"] = message.reasoning
     if message.calls:
-        shown["tool_calls"] = [
+        fields["tool_calls"] = [
             {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
             for c in message.calls
         ]
     if message.call_id:
-        shown["tool_call_id"] = message.call_id
-    return shown
+        fields["tool_call_id"] = message.call_id
+    return fields
 
 
 def fold_system(messages: Sequence[ClientMessage]) -> list[ClientMessage]:
@@ -193,7 +193,7 @@ class Oracle:
         self,
         renderer: Renderer,
         sent: Sequence[CapturedRequest],
-        ledger: Sequence[ServedCall],
+        ledger: Sequence[RecordedPrompt],
         replies: Mapping[str, ModelReply],
     ) -> None:
         """`replies` are what the model said, by the id of the engine's call."""
@@ -236,7 +236,7 @@ class Oracle:
         problems += [text for n, e in enumerate(self._expected) if (text := self._unasked(n, e))]
         return problems
 
-    def _difference(self, expected: Expected, call: ServedCall, blocks: Sequence[Block]) -> str | None:
+    def _difference(self, expected: Expected, call: RecordedPrompt, blocks: Sequence[Block]) -> str | None:
         """The first block in which the engine's prompt is not the request; None where it is."""
         spoken = iter(expected.spoken)
         for n, wanted in enumerate(expected.blocks):
@@ -255,14 +255,16 @@ class Oracle:
             )
         return None
 
-    def _said(self, message: ClientMessage, call: ServedCall, block: Block, wanted: tuple[str, str]) -> bool:
+    def _said(
+        self, message: ClientMessage, call: RecordedPrompt, block: Block, wanted: tuple[str, str]
+    ) -> bool:
         """Whether an assistant block is the client's message, in the ids it was sampled in or rendered."""
         sampled = self._sampled(call.prompt_ids, block)
         if sampled is not None:
             return echoes(message, self._replies[sampled.call_id])
         return NO_THOUGHT.sub("", block.text) in [NO_THOUGHT.sub("", text) for text in wanted]
 
-    def _sampled(self, prompt: tuple[int, ...], block: Block) -> ServedCall | None:
+    def _sampled(self, prompt: tuple[int, ...], block: Block) -> RecordedPrompt | None:
         """The call whose ids, prompt and answer, the prompt holds up to the end of this block."""
         for call in self._ledger:
             start, end = len(call.prompt_ids), len(call.prompt_ids) + len(call.token_ids)
@@ -274,7 +276,7 @@ class Oracle:
                 return call
         return None
 
-    def _not_continued(self, expected: Expected, call: ServedCall) -> str | None:
+    def _not_continued(self, expected: Expected, call: RecordedPrompt) -> str | None:
         """A request that goes on from an earlier call, and a prompt that does not."""
         messages = expected.request.messages
         for at in range(len(messages) - 1, 0, -1):
@@ -309,14 +311,14 @@ class Oracle:
             return None
         return f"a request to {expected.sent.path} was never asked: {expected.blocks[-2].text[-SHOWN:]!r}"
 
-    def _unmatched(self, call: ServedCall, blocks: Sequence[Block], free: Sequence[Expected]) -> str:
+    def _unmatched(self, call: RecordedPrompt, blocks: Sequence[Block], free: Sequence[Expected]) -> str:
         nearest = max(free, key=lambda e: _shared(e.blocks, blocks), default=None)
         if nearest is None:
             return f"call {call.call_id} belongs to no request: all were asked already"
         return f"the prompt of call {call.call_id} is no request's; {self._difference(nearest, call, blocks)}"
 
 
-def _begins(prompt: tuple[int, ...], earlier: ServedCall) -> bool:
+def _begins(prompt: tuple[int, ...], earlier: RecordedPrompt) -> bool:
     whole = (*earlier.prompt_ids, *earlier.token_ids)
     return prompt[: len(whole)] == whole
 

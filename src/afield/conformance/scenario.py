@@ -41,8 +41,8 @@ def shell(thread: str, step: int) -> str:
 
 
 def last_marker(text: str) -> str | None:
-    found = MARKER.findall(text)
-    return found[-1] if found else None
+    markers = MARKER.findall(text)
+    return markers[-1] if markers else None
 
 
 class ToolUse(Struct, frozen=True):
@@ -112,10 +112,10 @@ def steps(
     `excluded` says otherwise."""
     replies: dict[str, Answer] = {}
     for n in range(last):
-        said = LONG if n == 5 else "" if n % 3 == 2 else f"Step {n} is done – on to the next, naïvely ☂."
+        text = LONG if n == 5 else "" if n % 3 == 2 else f"Step {n} is done – on to the next, naïvely ☂."
         thought = f"What comes after {n}? Number {n + 1}, 当然." if n % 3 == 1 else ""
         uses = (use(BESIDE, n + 1), use("main", n + 1)) if parallel and n == 0 else (use("main", n + 1),)
-        replies[f"main-{n}"] = ModelReply(text=said, reasoning=thought, uses=uses)
+        replies[f"main-{n}"] = ModelReply(text=text, reasoning=thought, uses=uses)
     replies[f"main-{last}"] = ModelReply(text="All steps are done. ✓")
     return Scenario(
         replies=replies | dict(instead or {}),

@@ -38,10 +38,10 @@ class RandomTokenizer:
     def sample(self, text: str, chance: random.Random) -> list[int]:
         ids: list[int] = []
         at = 0
-        for found in _SPECIAL.finditer(text):
-            ids += self._plain(text[at : found.start()].encode(), chance)
-            ids.append(self._special[found[0]])
-            at = found.end()
+        for match in _SPECIAL.finditer(text):
+            ids += self._plain(text[at : match.start()].encode(), chance)
+            ids.append(self._special[match[0]])
+            at = match.end()
         return ids + self._plain(text[at:].encode(), chance)
 
     def _plain(self, data: bytes, chance: random.Random) -> list[int]:
@@ -97,5 +97,5 @@ class Script:
 
     def unsaid(self) -> list[str]:
         """What the client should have asked for and did not."""
-        said: Mapping[str, int] = self.asked
-        return [where for where in (*self._scenario.replies, *self._scenario.asides) if not said[where]]
+        counts: Mapping[str, int] = self.asked
+        return [where for where in (*self._scenario.replies, *self._scenario.asides) if not counts[where]]

@@ -105,11 +105,11 @@ class RemoteEngine(ABC):
 
     async def info(self) -> EngineInfo:
         """Facts about the server, with its current version; raises Unavailable when it is gone."""
-        known = self._entered()
+        facts = self._entered()
         await self._refresh()
         if self._lost is not None and self._version >= self._lost:
             self._lost = None
-        return structs.replace(known, version=self._version)
+        return structs.replace(facts, version=self._version)
 
     async def generate(self, call: GenerateRequest) -> AsyncGenerator[Chunk]:
         """Sample a reply. A call keeps its LoRA adapter until its lease is revoked.

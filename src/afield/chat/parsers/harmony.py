@@ -63,8 +63,8 @@ class HarmonyReader:
         return self._held if text else ""
 
     def _read_header(self) -> bool:
-        head, found, rest = self._held.partition(MESSAGE)
-        if not found:
+        head, marker, rest = self._held.partition(MESSAGE)
+        if not marker:
             keep = len(head) - partial(head, MESSAGE)
             self._header = f"{self._header}{head[:keep]}"
             self._held = head[keep:]

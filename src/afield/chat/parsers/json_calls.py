@@ -77,17 +77,17 @@ class ObjectCall:
     def _plain(self, text: str) -> bool:
         """A call that is all there, in the order everybody writes it, is read in one go."""
         name, arguments, _ = self._keys
-        found = _PLAIN.fullmatch(text)
-        if found is None or (found["name_key"], found["arguments_key"]) != (name, arguments):
+        match = _PLAIN.fullmatch(text)
+        if match is None or (match["name_key"], match["arguments_key"]) != (name, arguments):
             return False
         if text.count("{") + text.count("[") > MAX_DEPTH:
             return False  # perhaps nested too deeply, which only the scanner can tell
         try:
-            _OBJECT.decode(found["arguments"])
+            _OBJECT.decode(match["arguments"])
         except (msgspec.MsgspecError, RecursionError):
             return False  # the scanner has the last word on what is JSON
-        self.name, self.status = found["name"], CallState.CLOSED
-        self._arguments.append(found["arguments"])
+        self.name, self.status = match["name"], CallState.CLOSED
+        self._arguments.append(match["arguments"])
         return True
 
     def take(self) -> str:
@@ -241,10 +241,10 @@ class HeadedCall:
 
     def _literal(self, text: str, at: int) -> int:
         literal = self._literals[self._state]
-        found = matches(text, at, literal)
-        if found is False:
+        matched = matches(text, at, literal)
+        if matched is False:
             self.status = CallState.BROKEN
-        if not found:
+        if not matched:
             return at
         if self._state == "closing":
             self.status = CallState.CLOSED
@@ -259,8 +259,8 @@ class HeadedCall:
             if end < run.end():
                 self.status = CallState.BROKEN
             return end
-        if self._id_mark and not self._part and (found := matches(text, at, self._id_mark)) is not False:
-            if found:
+        if self._id_mark and not self._part and (matched := matches(text, at, self._id_mark)) is not False:
+            if matched:
                 self._part = 1
                 return at + len(self._id_mark)
             return at

@@ -224,12 +224,12 @@ class ReplyReader:
 
     def _read_start(self) -> bool:
         at = len(self._held) - len(self._held.lstrip())
-        found = matches(self._held, at, self._tags.opening)
-        if found:
+        matched = matches(self._held, at, self._tags.opening)
+        if matched:
             self._state, self._held = "reasoning", self._held[at + len(self._tags.opening) :]
-        elif found is False:
+        elif matched is False:
             self._state = "text"
-        return found is not None
+        return matched is not None
 
     def _read_reasoning(self) -> bool:
         closing = self._tags.closing
@@ -285,11 +285,11 @@ class ReplyReader:
         if not body:
             self._blanks += text
             return
-        said = self._blanks + body
+        spoken = self._blanks + body
         if self._after_call and not self._out.spoken:
-            said = said.lstrip()
+            spoken = spoken.lstrip()
         self._blanks, self._after_call = text[len(body) :], False
-        self._out.say(said)
+        self._out.say(spoken)
 
     # --- calls ---
 
@@ -316,9 +316,9 @@ class ReplyReader:
         if begins:
             self._open(tool_format, at + len(tool_format.first))
         elif begins is False:
-            said = self._section
+            section = self._section
             self._leave()
-            self._say(said)
+            self._say(section)
         return begins is not None
 
     def _leave(self) -> None:

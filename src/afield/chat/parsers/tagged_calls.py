@@ -101,14 +101,14 @@ class TaggedCall:
 
     def _read_next(self, text: str, at: int) -> int:
         at = skip_blank(text, at)
-        found = matches(text, at, self._tags.key)
-        if found:
+        matched = matches(text, at, self._tags.key)
+        if matched:
             self._state = "key"
             return at + len(self._tags.key)
         closes = matches(text, at, self._ends[0])
         if closes:
             return self._read_close(text, at)
-        if found is False and closes is False:
+        if matched is False and closes is False:
             self.status = CallState.BROKEN
         return at
 
@@ -157,10 +157,10 @@ class TaggedCall:
         return end
 
     def _pass(self, text: str, at: int, literal: str, state: str) -> int:
-        found = matches(text, at, literal)
-        if found is False:
+        matched = matches(text, at, literal)
+        if matched is False:
             self.status = CallState.BROKEN
-        if not found:
+        if not matched:
             return at
         self._state = state
         return at + len(literal)
@@ -187,11 +187,11 @@ def _types(schema: Any) -> frozenset[str]:
     """What a schema allows; nothing where it does not say."""
     if not isinstance(schema, dict):
         return frozenset()
-    given = schema.get("type")
-    if isinstance(given, str):
-        return frozenset({given})
-    if isinstance(given, list):
-        return frozenset(name for name in given if isinstance(name, str))
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        return frozenset({declared})
+    if isinstance(declared, list):
+        return frozenset(name for name in declared if isinstance(name, str))
     if isinstance(values := schema.get("enum"), list):
         return frozenset(_kind(json.dumps(value)) or "string" for value in values)
     options = schema.get("anyOf") or schema.get("oneOf")
@@ -199,8 +199,8 @@ def _types(schema: Any) -> frozenset[str]:
 
 
 def _union(options: Iterable[frozenset[str]]) -> frozenset[str]:
-    known = list(options)
-    return frozenset().union(*known) if all(known) else frozenset()
+    sets = list(options)
+    return frozenset().union(*sets) if all(sets) else frozenset()
 
 
 def _kind(text: str) -> str | None:

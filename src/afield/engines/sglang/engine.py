@@ -50,8 +50,8 @@ class SglangEngine(RemoteEngine):
 
     async def _learn(self) -> EngineInfo:
         served = self._http.decode(await self._http.ask("GET", "/server_info"), wire.SERVER_INFO)
-        told = self._http.decode(await self._http.ask("GET", "/model_info"), wire.MODEL_INFO)
-        self._version = as_version(told.weight_version, self._initial)
+        model_info = self._http.decode(await self._http.ask("GET", "/model_info"), wire.MODEL_INFO)
+        self._version = as_version(model_info.weight_version, self._initial)
         self._room = served.max_loras_per_batch if served.enable_lora else 0
         # Taken at its word until it is measured, so that the measuring calls are let through.
         self._known = info = EngineInfo(
@@ -60,7 +60,7 @@ class SglangEngine(RemoteEngine):
             constraints=True,
             max_context=served.max_req_input_len,
             vocab_size=self._vocab_size,
-            images=told.has_image_understanding,
+            images=model_info.has_image_understanding,
             dtype=served.dtype if served.dtype in ("float32", "bfloat16", "float16") else "",
             max_top_logprobs=MAX_TOP_LOGPROBS,
             prompt_logprobs=True,
@@ -70,8 +70,8 @@ class SglangEngine(RemoteEngine):
         return structs.replace(info, logprobs=mode, notes=notes, constraints=holds)
 
     async def _refresh(self) -> None:
-        told = self._http.decode(await self._http.ask("GET", "/model_info"), wire.MODEL_INFO)
-        base = as_version(told.weight_version, self._initial)
+        model_info = self._http.decode(await self._http.ask("GET", "/model_info"), wire.MODEL_INFO)
+        base = as_version(model_info.weight_version, self._initial)
         await self._refresh_adapters(base)
         self._version = self._leases.newest or base
 
@@ -128,10 +128,10 @@ class SglangEngine(RemoteEngine):
         events, last = SseParser(), None
         async with aclosing(self._reads(body, lease)) as reads:
             async for data in reads:
-                found = [event for event in events.feed(data) if event != wire.DONE]
-                if last is not None or not found:
+                data_events = [event for event in events.feed(data) if event != wire.DONE]
+                if last is not None or not data_events:
                     continue  # to the end, so that the connection can be used again
-                chunk = self._chunk(call, self._replies(found), low, seen, lease)
+                chunk = self._chunk(call, self._replies(data_events), low, seen, lease)
                 seen += len(chunk.token_ids)
                 if chunk.finish is not None:
                     last = chunk
@@ -161,12 +161,12 @@ class SglangEngine(RemoteEngine):
         listed = self._http.decode(await self._http.ask("GET", "/v1/models"), MODELS).data
         return {model.id for model in listed}
 
-    def _replies(self, found: list[bytes]) -> list[wire.SglangResponse]:
+    def _replies(self, data_events: list[bytes]) -> list[wire.SglangResponse]:
         """The last event alone where it repeats the others."""
-        last = self._http.decode(found[-1], wire.REPLY)
+        last = self._http.decode(data_events[-1], wire.REPLY)
         if last.error is not None or len(last.output_ids) >= last.meta_info.completion_tokens:
             return [last]
-        return [self._http.decode(event, wire.REPLY) for event in found[:-1]] + [last]
+        return [self._http.decode(event, wire.REPLY) for event in data_events[:-1]] + [last]
 
     def _chunk(
         self,
@@ -226,11 +226,11 @@ class SglangEngine(RemoteEngine):
         status, data = await self._http.status(
             "POST", "/load_lora_adapter", {"lora_name": name, "lora_path": path}, idle_s=self._answer_s
         )
-        told = self._http.decode(data, wire.UPDATED)
+        result = self._http.decode(data, wire.UPDATED)
         # Another process, or we before a restart, may have put it there.
-        there = name in (told.loaded_adapters or ())
-        if not there and (status != 200 or not told.success):
-            why = told.error_message or told.message or f"it answers {status}"
+        there = name in (result.loaded_adapters or ())
+        if not there and (status != 200 or not result.success):
+            why = result.error_message or result.message or f"it answers {status}"
             raise UsageError(f"{self.url} did not take the adapter {path!r}: {why}; {ADAPTERS}")
         self._leases.newest = version
         self._adapters[version] = name
@@ -252,9 +252,9 @@ class SglangEngine(RemoteEngine):
         status, data = await self._http.status(
             "POST", "/update_weights_from_disk", order, idle_s=self._answer_s
         )
-        told = self._http.decode(data, wire.UPDATED)
-        if status != 200 or not told.success:
-            raise Unavailable(f"{self.url} did not load {path!r}: {told.message}")
+        result = self._http.decode(data, wire.UPDATED)
+        if status != 200 or not result.success:
+            raise Unavailable(f"{self.url} did not load {path!r}: {result.message}")
 
     async def _flush(self) -> None:
         """Nothing that the old weights computed may serve the new ones.

@@ -107,18 +107,18 @@ class SglangSample:
         self.prompt_ids = replies[0].prompt_token_ids
 
     def _add(self, reply: SglangResponse, new: int, where: str) -> None:
-        given = reply.meta_info.output_token_logprobs
-        if self.finish is FinishReason.ABORTED and len(reply.output_ids) < len(given):
+        logprobs = reply.meta_info.output_token_logprobs
+        if self.finish is FinishReason.ABORTED and len(reply.output_ids) < len(logprobs):
             # A stream that is ended while it waits tells the last id only, beside every log-probability.
-            reply.output_ids = [pair[1] for pair in given]
-        if not 0 <= new <= len(reply.output_ids) == len(given):
+            reply.output_ids = [pair[1] for pair in logprobs]
+        if not 0 <= new <= len(reply.output_ids) == len(logprobs):
             raise Unavailable(
-                f"{where} gave {len(reply.output_ids)} ids and {len(given)} log-probabilities"
+                f"{where} gave {len(reply.output_ids)} ids and {len(logprobs)} log-probabilities"
                 f" where {new} of each are new"
             )
         if not new:
             return
-        ids, pairs = reply.output_ids[-new:], given[-new:]
+        ids, pairs = reply.output_ids[-new:], logprobs[-new:]
         if ids != [pair[1] for pair in pairs]:
             raise Unavailable(f"{where} gave log-probabilities of other tokens than it sampled")
         if min(pair[0] for pair in pairs) < LOWEST:
@@ -126,15 +126,17 @@ class SglangSample:
         self.token_ids += ids
         self.logprobs += [pair[0] for pair in pairs]
         if self._count:
-            told = reply.meta_info.output_top_logprobs or []
-            if len(told) < new:
-                raise Unavailable(f"{where} gave {new} ids but the likeliest tokens of {len(told)} places")
-            for top, (logprob, token, _) in zip(told[-new:], pairs, strict=True):
+            tops = reply.meta_info.output_top_logprobs or []
+            if len(tops) < new:
+                raise Unavailable(f"{where} gave {new} ids but the likeliest tokens of {len(tops)} places")
+            for top, (logprob, token, _) in zip(tops[-new:], pairs, strict=True):
                 self.tops.append(_likeliest(top or [], token, logprob, self._count))
 
 
-def _likeliest(told: list[tuple[float, int, Any]], token: int, logprob: float, count: int) -> TopLogprobs:
-    pairs = [(other, logprob if other == token else p) for p, other, _ in told if p >= LOWEST]
+def _likeliest(
+    candidates: list[tuple[float, int, Any]], token: int, logprob: float, count: int
+) -> TopLogprobs:
+    pairs = [(other, logprob if other == token else p) for p, other, _ in candidates if p >= LOWEST]
     return tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0] != token))[:count])
 
 

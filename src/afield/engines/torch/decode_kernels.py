@@ -135,15 +135,15 @@ def choose(model: PreTrainedModel) -> tuple[DecodeKernels | None, tuple[str, ...
     notes: list[str] = []
     for name, load in (("Triton's kernels", triton_ways), (FLASH.name, lambda: (FLASH, ()))):
         # No Triton, no compiler for it, a device or sizes that it does not know.
-        known: tuple[type[Exception], ...] = (
+        errors: tuple[type[Exception], ...] = (
             ImportError, RuntimeError, NotImplementedError, TypeError, ValueError, OSError,
             subprocess.SubprocessError,
         )  # fmt: skip
         try:
             ways, more = load()
-            known += more
+            errors += more
             off = compare(ways, model)
-        except known as error:
+        except errors as error:
             reason = f"{type(error).__name__}: {str(error)[:300]}"
         else:
             if off <= 1:

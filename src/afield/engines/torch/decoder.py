@@ -214,7 +214,7 @@ class Decoder:
         self.counters = Counters(
             calls=old.calls + len(reused),
             prompt_tokens=old.prompt_tokens + sum(prompt for prompt, _ in reused),
-            reused_tokens=old.reused_tokens + sum(known for _, known in reused),
+            reused_tokens=old.reused_tokens + sum(count for _, count in reused),
             sampled_tokens=old.sampled_tokens + sampled,
             steps=old.steps + 1,
         )

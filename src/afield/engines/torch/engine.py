@@ -255,13 +255,13 @@ class TorchEngine:
         request = DecodeCall(to_ask(call, self._seed, pictured), mailbox, walker)
         self._send(request)
         ended = False
-        told = None if pictured is None else pictured.ids
+        prompt_ids = None if pictured is None else pictured.ids
         try:
             while not ended:
                 chunk = await mailbox.take()
                 ended = chunk.finish is not None
-                if told is not None:
-                    chunk, told = structs.replace(chunk, prompt_ids=told), None
+                if prompt_ids is not None:
+                    chunk, prompt_ids = structs.replace(chunk, prompt_ids=prompt_ids), None
                 yield chunk
         finally:
             if not ended and self._down is None:

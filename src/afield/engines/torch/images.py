@@ -69,12 +69,12 @@ class ImageEncoder:
         return ImagePrompt(tuple(expanded), tuple(keys), mrope, numbered)
 
     def _pixels(self, image: Image) -> PixelInputs:
-        known = self._decoded.get(image.digest)
-        if known is None:
-            known = self._decoded[image.digest] = self.vision.pixels(image)
+        pixels = self._decoded.get(image.digest)
+        if pixels is None:
+            pixels = self._decoded[image.digest] = self.vision.pixels(image)
             if len(self._decoded) > PICTURES:
                 self._decoded.popitem(last=False)
-        return known
+        return pixels
 
     def _number(self, digest: str) -> int:
         if digest not in self._numbers:
@@ -150,8 +150,8 @@ def key(number: int, place: int) -> int:
 
 def unkey(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The images and the places in them that ids below 0 name."""
-    found = -(ids + 1)
-    return found >> PLACES, found & ((1 << PLACES) - 1)
+    numbers = -(ids + 1)
+    return numbers >> PLACES, numbers & ((1 << PLACES) - 1)
 
 
 def _size(features: ImageFeatures) -> int:

@@ -116,8 +116,8 @@ def pick(
     running = weights.cumsum(dim=-1)
     total = running[:, -1:]
     target = uniforms.double()[:, None] * total
-    found = torch.searchsorted(running, _below(target, running), right=True).clamp_(max=weights.shape[1] - 1)
-    block = torch.where(greedy[:, None], tops.argmax(dim=-1, keepdim=True), found)
+    index = torch.searchsorted(running, _below(target, running), right=True).clamp_(max=weights.shape[1] - 1)
+    block = torch.where(greedy[:, None], tops.argmax(dim=-1, keepdim=True), index)
     # Sums of the same numbers in another order: the rest can come out a little below 0 or too high.
     rest = (target - running.gather(1, block) + weights.gather(1, block)).clamp_(min=0)
     at = block * BLOCK + torch.arange(BLOCK, device=logits.device)
@@ -125,8 +125,8 @@ def pick(
     scores = logits.gather(1, at.clamp(max=logits.shape[1] - 1)).float() / divisor[:, None]
     scores = scores.masked_fill_(beyond, float("-inf"))
     inside = (scores - top).double().exp().cumsum(dim=-1)
-    found = torch.searchsorted(inside, _below(rest, inside), right=True).clamp_(max=BLOCK - 1)
-    place = torch.where(greedy[:, None], scores.argmax(dim=-1, keepdim=True), found)
+    index = torch.searchsorted(inside, _below(rest, inside), right=True).clamp_(max=BLOCK - 1)
+    place = torch.where(greedy[:, None], scores.argmax(dim=-1, keepdim=True), index)
     logprobs = (scores.gather(1, place) - top).double() - total.log()
     return (block * BLOCK + place)[:, 0].clamp_(max=logits.shape[1] - 1), logprobs[:, 0].float()
 
@@ -150,8 +150,8 @@ def _truncate(scores: Tensor, samplings: Sequence[SamplingParams]) -> Tensor:
 def _invert(logprobs: Tensor, uniforms: Tensor) -> Tensor:
     running = logprobs.double().exp().cumsum(dim=-1)
     target = _below(uniforms[:, None] * running[:, -1:], running)
-    found = torch.searchsorted(running, target, right=True)[:, 0]
-    return found.clamp_(max=logprobs.shape[-1] - 1)
+    index = torch.searchsorted(running, target, right=True)[:, 0]
+    return index.clamp_(max=logprobs.shape[-1] - 1)
 
 
 def _below(target: Tensor, running: Tensor) -> Tensor:

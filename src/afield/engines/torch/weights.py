@@ -132,30 +132,30 @@ def read_weights(
     this returns.
     """
     if not is_adapter(path):
-        found = _read_all(path)
-        return [_copied(_pick(path, parameter, found), parameter) for parameter in wanted]
-    found = _read_all(base)
+        tensors_by_name = _read_all(path)
+        return [_copied(_pick(path, parameter, tensors_by_name), parameter) for parameter in wanted]
+    tensors_by_name = _read_all(base)
     if has_vision(base):
-        found = {tensor_name(name): tensor for name, tensor in found.items()}
-    changes = _changes(path, found)
+        tensors_by_name = {tensor_name(name): tensor for name, tensor in tensors_by_name.items()}
+    changes = _changes(path, tensors_by_name)
     rounding = read_rounding(path) or rounding
-    told = PublishedUpdate()
+    update = PublishedUpdate()
     tensors: list[Tensor] = []
     for parameter in wanted:
-        weight = _copied(_pick(path, parameter, found), parameter)
+        weight = _copied(_pick(path, parameter, tensors_by_name), parameter)
         name = next((name for name in parameter.names if name in changes), "")
         if name:
-            start = found[name].to(weight.device, torch.float32)
+            start = tensors_by_name[name].to(weight.device, torch.float32)
             master = start + changes[name].on(weight.device)
             weight = rounded(master, name, _for(weight, rounding), start=start)
-            told = told.plus(measure_update(master, weight, start))
+            update = update.plus(measure_update(master, weight, start))
         tensors.append(weight)
-    if told.kept is not None and told.kept < KEPT:
+    if update.kept is not None and update.kept < KEPT:
         log.warning(
             "adapter %s: only %.0f %% of it is left after it was merged into the served weights; serve them"
             " in float32",
             path,
-            100 * told.kept,
+            100 * update.kept,
         )
     return tensors
 
@@ -181,26 +181,26 @@ class _Change(NamedTuple):
         return self.scale * (self.up.to(device) @ self.down.to(device))
 
 
-def _pick(path: Path, parameter: ModelParameter, found: Mapping[str, Tensor]) -> Tensor:
-    given = [name for name in parameter.names if name in found]
-    if not given:
+def _pick(path: Path, parameter: ModelParameter, tensors: Mapping[str, Tensor]) -> Tensor:
+    present = [name for name in parameter.names if name in tensors]
+    if not present:
         raise UsageError(
             f"weights {str(path)!r} lack the tensor {parameter.names[0]!r}; save the whole model there"
         )
-    for name in given:
-        if found[name].shape != parameter.tensor.shape:
-            have, want = list(found[name].shape), list(parameter.tensor.shape)
+    for name in present:
+        if tensors[name].shape != parameter.tensor.shape:
+            have, want = list(tensors[name].shape), list(parameter.tensor.shape)
             raise UsageError(
                 f"weights {str(path)!r}: tensor {name!r} has shape {have}, the model being served {want};"
                 " both must come from the same config.json"
             )
-    for name in given[1:]:
-        if not torch.equal(found[name], found[given[0]]):
+    for name in present[1:]:
+        if not torch.equal(tensors[name], tensors[present[0]]):
             raise UsageError(
-                f"weights {str(path)!r}: {given[0]!r} and {name!r} differ, but the model being served ties"
+                f"weights {str(path)!r}: {present[0]!r} and {name!r} differ, but the model being served ties"
                 " them; start it from an untied model (tie_word_embeddings false)"
             )
-    return found[given[0]]
+    return tensors[present[0]]
 
 
 def _read_all(path: Path) -> dict[str, Tensor]:
@@ -214,10 +214,10 @@ def _read_all(path: Path) -> dict[str, Tensor]:
         files = [path / name for name in sorted(set(index.weight_map.values()))]
     else:
         raise UsageError(f"weights {str(path)!r} have no {ONE_FILE}; {EXPECTED}")
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in files:
-        found.update(_read_file(file))
-    return found
+        tensors.update(_read_file(file))
+    return tensors
 
 
 def _read_file(file: Path) -> dict[str, Tensor]:

@@ -69,8 +69,8 @@ class VllmEngine(RemoteEngine):
         self._adapters = VllmAdapters(self._http, self._leases)
 
     async def _learn(self) -> EngineInfo:
-        told = self._http.decode(await self._http.ask("GET", "/v1/models"), MODELS).data
-        served = [model for model in told if model.parent is None]
+        models = self._http.decode(await self._http.ask("GET", "/v1/models"), MODELS).data
+        served = [model for model in models if model.parent is None]
         chosen = next((m for m in served if self._model in (None, m.id)), None)
         if chosen is None or chosen.max_model_len is None:
             names = ", ".join(m.id for m in served)
@@ -171,8 +171,8 @@ class VllmEngine(RemoteEngine):
         """The lowest version of a reply without version spans: the server may have restarted meanwhile."""
         if self._exact or lease is not None or not (self._manageable and self._labelled):
             return low
-        told = self._http.decode(await self._http.ask("GET", "/weight_info"), WEIGHT_INFO).weight_version
-        now = as_version(told, self._initial)
+        label = self._http.decode(await self._http.ask("GET", "/weight_info"), WEIGHT_INFO).weight_version
+        now = as_version(label, self._initial)
         self._check_kept(now, low)
         return min(low, now)
 
@@ -214,8 +214,8 @@ class VllmEngine(RemoteEngine):
             return None
         length = len(sampled.prompt_ids or call.prompt_ids)
         if sampled.prompt_tops is None or len(sampled.prompt_tops) != length:
-            told = len(sampled.prompt_tops or ())
-            raise Unavailable(f"{self.url} gave log-probabilities of {told} ids for a prompt of {length}")
+            count = len(sampled.prompt_tops or ())
+            raise Unavailable(f"{self.url} gave log-probabilities of {count} ids for a prompt of {length}")
         return sampled.prompt_tops
 
     async def _streamed(
@@ -226,10 +226,10 @@ class VllmEngine(RemoteEngine):
         last: Chunk | None = None
         async with aclosing(self._http.reads(path, body, headers)) as reads:
             async for data in reads:
-                found = events.feed(data)
-                if last is not None or not found:
+                data_events = events.feed(data)
+                if last is not None or not data_events:
                     continue  # to the end, so that the connection can be used again
-                chunk = self._merge(call, found, low, length, lease)
+                chunk = self._merge(call, data_events, low, length, lease)
                 length += len(chunk.token_ids)
                 if chunk.finish is not None:
                     last = chunk
@@ -242,12 +242,17 @@ class VllmEngine(RemoteEngine):
         yield last
 
     def _merge(
-        self, call: GenerateRequest, found: list[bytes], low: int, before: int, lease: AdapterLease | None
+        self,
+        call: GenerateRequest,
+        data_events: list[bytes],
+        low: int,
+        before: int,
+        lease: AdapterLease | None,
     ) -> Chunk:
-        if found[-1] == wire.DONE:
-            found.pop()
+        if data_events[-1] == wire.DONE:
+            data_events.pop()
         decoder = wire.FULL_REPLIES if call.top_logprobs else wire.REPLIES
-        replies = self._http.decode(b"[" + b",".join(found) + b"]", decoder)
+        replies = self._http.decode(b"[" + b",".join(data_events) + b"]", decoder)
         sampled = wire.VllmSample(replies, self.url, call.top_logprobs)
         versions, high = None, max(low, self._version)
         if lease is not None:  # the server's own spans are those of the weights below the adapter

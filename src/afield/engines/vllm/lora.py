@@ -94,8 +94,8 @@ class VllmAdapters:
         """The newest version among the adapters of `base` that the server lists."""
         served = self._http.decode(await self._http.ask("GET", "/v1/models"), MODELS).data
         ours = re.compile(re.escape(base) + r"-v(\d+)")
-        found = {m.id: ours.fullmatch(m.id) for m in served if m.parent is not None}
-        self._named = {int(match[1]): name for name, match in found.items() if match}
+        matches = {m.id: ours.fullmatch(m.id) for m in served if m.parent is not None}
+        self._named = {int(match[1]): name for name, match in matches.items() if match}
         return max(self._named, default=None)
 
     async def load(self, base: str, version: int, path: str, ends: str) -> None:
@@ -105,8 +105,8 @@ class VllmAdapters:
         name = adapter_name(base, version)
         status, data = await self._http.status("POST", LOAD, {"lora_name": name, "lora_path": path})
         if status != 200:
-            told = self._http.decode(data, REFUSAL)
-            why = told.error.message or f"it answers {status}"
+            error = self._http.decode(data, REFUSAL)
+            why = error.error.message or f"it answers {status}"
             raise UsageError(f"{self._http.url} did not take the adapter {path!r}: {why}; {REMEDY}")
         self._named[version] = name
         self._leases.newest = version
@@ -136,13 +136,13 @@ class VllmAdapters:
 
     async def device(self) -> str:
         """Where the server computes, as far as it tells."""
-        found = await self._config()
-        return found.device_config.device if found else ""
+        config = await self._config()
+        return config.device_config.device if config else ""
 
     async def dtype(self) -> str:
         """In which the server holds its weights, as far as it tells."""
-        found = await self._config()
-        name = str(found.served.dtype).removeprefix("torch.") if found else ""
+        config = await self._config()
+        name = str(config.served.dtype).removeprefix("torch.") if config else ""
         return name if name in ("float32", "bfloat16", "float16") else ""
 
     async def mixes(self) -> bool:
@@ -150,13 +150,13 @@ class VllmAdapters:
 
         vLLM on a CPU does that (seen with 0.32); one that does not tell its device is not trusted either.
         """
-        found = await self._config()
-        return found is None or found.device_config.device == "cpu"
+        config = await self._config()
+        return config is None or config.device_config.device == "cpu"
 
     async def _ask_room(self) -> int:
-        found = await self._config()
-        if found is not None:
-            room = found.lora_config.max_loras if found.lora_config else 0
+        config = await self._config()
+        if config is not None:
+            room = config.lora_config.max_loras if config.lora_config else 0
         elif (room := await self._room_by_metrics()) is None:
             raise UsageError(
                 f"{self._http.url} does not tell how many adapters it takes: {self._silent}, and /metrics"
@@ -170,8 +170,8 @@ class VllmAdapters:
     async def _room_by_metrics(self) -> int | None:
         """For servers whose /server_info fails: vLLM's looks for pip, which some environments lack."""
         status, data = await self._http.status("GET", "/metrics")
-        found = MAX_LORA.search(data) if status == 200 else None
-        return int(found[1]) if found else None
+        match = MAX_LORA.search(data) if status == 200 else None
+        return int(match[1]) if match else None
 
     async def _config(self) -> _VllmConfig | None:
         """Asked once, when it is needed: a server takes seconds to tell the first time."""

@@ -29,10 +29,10 @@ class _Reset(msgspec.Struct):
     success: bool = True
 
 
-def was_reset(told: bytes) -> bool:
+def was_reset(body: bytes) -> bool:
     """Whether the caches are gone: a server that could not says so with status 200."""
     try:
-        return not told or msgspec.json.decode(told, type=_Reset).success
+        return not body or msgspec.json.decode(body, type=_Reset).success
     except msgspec.MsgspecError:
         return False
 
@@ -78,9 +78,9 @@ class VllmTransfer:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         version = weight_version or str(self._version)
         self._post("/finish_weight_update", {"weight_version": version})
-        told = msgspec.json.decode(self._ask("GET", "/weight_info"))
-        if told.get("weight_version") != version:
-            raise Unavailable(f"{self.url} was sent version {version} but says that it has {told}")
+        info = msgspec.json.decode(self._ask("GET", "/weight_info"))
+        if info.get("weight_version") != version:
+            raise Unavailable(f"{self.url} was sent version {version} but says that it has {info}")
         # Calls in flight compute their context anew, so that no token depends on two versions' caches.
         self._reset_cache()
         self._post("/resume")
@@ -105,7 +105,7 @@ class VllmTransfer:
                 return answer.read()
         except urllib.error.HTTPError as error:
             with error:
-                told = error.read()[:SHOWN].decode(errors="replace")
-            raise Unavailable(f"{self.url} answers {error.code} to {path}: {told}") from error
+                message = error.read()[:SHOWN].decode(errors="replace")
+            raise Unavailable(f"{self.url} answers {error.code} to {path}: {message}") from error
         except OSError as error:
             raise Unavailable(f"{self.url} cannot be asked {path}: {error}") from error

@@ -119,13 +119,13 @@ class VllmSample:
     def _add(self, choice: VllmChoice[Any], where: str) -> None:
         if choice.token_ids:
             self.token_ids += choice.token_ids
-            if (given := choice.logprobs) is not None:
-                if given.content is not None:
-                    self.logprobs += [entry.logprob for entry in given.content]
+            if (logprobs := choice.logprobs) is not None:
+                if logprobs.content is not None:
+                    self.logprobs += [entry.logprob for entry in logprobs.content]
                 else:
-                    self.logprobs += given.token_logprobs or []
+                    self.logprobs += logprobs.token_logprobs or []
                 if self._count:
-                    self._add_tops(choice.token_ids, given, where)
+                    self._add_tops(choice.token_ids, logprobs, where)
         if choice.prompt_logprobs is not None:
             self.prompt_tops = _prompt_tops(choice.prompt_logprobs)
         if choice.prompt_token_ids is not None and self.prompt_ids is None:
@@ -136,26 +136,30 @@ class VllmSample:
             self.finish = FINISH[choice.finish_reason]
             self.spans = choice.weight_versions
 
-    def _add_tops(self, ids: list[int], given: Logprobs[Any], where: str) -> None:
-        if given.content is not None:
-            told = [[(c.token_id, c.logprob) for c in entry.top_logprobs] for entry in given.content]
+    def _add_tops(self, ids: list[int], logprobs: Logprobs[Any], where: str) -> None:
+        if logprobs.content is not None:
+            candidates = [[(c.token_id, c.logprob) for c in entry.top_logprobs] for entry in logprobs.content]
         else:
-            named = [top or {} for top in NAMED.decode(given.top_logprobs) or []]
-            told = [[(int(name.removeprefix(TOKEN_ID)), p) for name, p in top.items()] for top in named]
-        if len(told) != len(ids):
-            raise Unavailable(f"{where} gave {len(ids)} ids but the likeliest tokens of {len(told)} places")
-        self.tops += [_likeliest(top, token, self._count) for top, token in zip(told, ids, strict=True)]
+            named = [top or {} for top in NAMED.decode(logprobs.top_logprobs) or []]
+            candidates = [[(int(name.removeprefix(TOKEN_ID)), p) for name, p in top.items()] for top in named]
+        if len(candidates) != len(ids):
+            raise Unavailable(
+                f"{where} gave {len(ids)} ids but the likeliest tokens of {len(candidates)} places"
+            )
+        self.tops += [_likeliest(top, token, self._count) for top, token in zip(candidates, ids, strict=True)]
 
 
-def _likeliest(told: list[tuple[int, float]], token: int, count: int) -> TopLogprobs:
+def _likeliest(candidates: list[tuple[int, float]], token: int, count: int) -> TopLogprobs:
     """A server names the sampled token first, whatever its rank."""
-    finite = [pair for pair in told if pair[1] > NO_LOGPROB]
+    finite = [pair for pair in candidates if pair[1] > NO_LOGPROB]
     return tuple(sorted(finite, key=lambda pair: (-pair[1], pair[0] != token))[:count])
 
 
-def _prompt_tops(told: PromptLogprobs) -> tuple[TopLogprobs, ...]:
+def _prompt_tops(prompt_logprobs: PromptLogprobs) -> tuple[TopLogprobs, ...]:
     """It names the token of the prompt first, then the likeliest ones."""
-    return tuple(tuple((token, entry.logprob) for token, entry in (top or {}).items()) for top in told)
+    return tuple(
+        tuple((token, entry.logprob) for token, entry in (top or {}).items()) for top in prompt_logprobs
+    )
 
 
 def generate_body(model: str, call: GenerateRequest, limit: int, ids: msgspec.Raw) -> dict[str, Any]:
