@@ -134,7 +134,7 @@ def test_the_example_runs_and_goes_on_where_it_was(there: Place) -> None:
 
 def test_the_page_lists_what_open_takes_and_what_a_future_has() -> None:
     text = PAGE.read_text()
-    _, _, told = text.partition("## What `open` takes\n")
+    _, _, told = text.partition("## Arguments of `open`\n")
     rows = re.findall(r"^\| (`.*?) \|", told, re.M)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     takes = inspect.signature(connect.client).parameters
