@@ -139,9 +139,10 @@ def test_the_page_lists_what_open_takes_and_what_a_future_has() -> None:
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     takes = inspect.signature(connect.client).parameters
     assert named == set(takes) - {"values"}
-    further = set(re.findall(r"`(\w+)`", told.partition("Further names")[2]))
+    rest = told.partition("Further arguments are the fields of [`RolloutConfig`]")[2]
+    further = set(re.findall(r"`(\w+)`", rest))
     assert further <= {*connect.VALUES, *connect.TIMEOUTS} and further >= set(connect.TIMEOUTS)
-    futures = text.partition("## Futures\n")[2].partition("Failures are")[0]
+    futures = text.partition("## Futures\n")[2].partition("`result` raises")[0]
     has = {name for row in re.findall(r"^\| (`.*?) \|", futures, re.M) for name in re.findall(r"`(\w+)", row)}
     public = {name for name in dir(RolloutFuture) if not name.startswith("_")}
     assert has == {*public, "rollout", "await"} - {"settle", "fail", "expire"}
