@@ -22,7 +22,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "reference" / "settings.md"
 HEAD = """\
 # Settings
 
-All settings of `afield train`, `afield demo`, `afield gateway` and veRL, with their defaults. This page is generated from
+After this page you can look up all settings of `afield train`, `afield demo`, `afield gateway` and veRL, with their defaults. This page is generated from
 `src/afield/settings`.
 
 Values come from the command line, then from a TOML file, then from the defaults below.
@@ -53,7 +53,7 @@ retries_infrastructure = 5
 | `--run NAME` | run name; resumes it if it exists |
 | `--resume [RUN]` | resume a run, by default the newest |
 | `--role collect`, `--role learn` | [one half of the run](../concepts/collecting.md#two-processes); the other half runs elsewhere |
-| `--json` | print [the summary](../concepts/collecting.md#summaryjson) as one line of JSON; progress goes to stderr |
+| `--json` | print [the summary](run-directory.md#summaryjson) as one line of JSON; progress goes to stderr |
 
 | environment variable | meaning |
 | --- | --- |

@@ -224,7 +224,7 @@ def test_configuration_files_equal_those_of_the_conformance_suite(tmp_path: Path
     ("page", "heading", "options"),
     [
         ("sandbox", "Settings", SandboxOptions),
-        ("sandbox", "ResourceLimits", ResourceLimits),
+        ("sandbox", "Limits", ResourceLimits),
         ("container", "Settings", ContainerOptions),
         ("agentcore", "Settings", AgentCoreOptions),
         ("kubernetes", "Settings", KubernetesOptions),
