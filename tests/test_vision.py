@@ -19,6 +19,7 @@ from transformers import AutoModelForImageTextToText
 
 from afield import trajectories
 from afield.batches.groups import from_groups
+from afield.batches.rows import rows_of
 from afield.engines.torch.engine import TorchEngine
 from afield.errors import UsageError
 from afield.integrations.trl import rows as trl_rows
@@ -27,10 +28,10 @@ from afield.interfaces.engine import GenerateRequest
 from afield.orchestrator.rollout import rollout_result
 from afield.orchestrator.state import RolloutStore
 from afield.settings.trainer import LoraOptions
-from afield.trainers.datum import rows_from_groups
 from afield.trainers.diagnostics import BatchDiagnostics
 from afield.trainers.frozen import Frozen
 from afield.trainers.grpo import GRPO
+from afield.trainers.tinker import rows_from_groups
 from afield.turn_tree import TurnTree, chain
 from afield.types import (
     FinishReason,
@@ -502,7 +503,7 @@ async def test_pixels_are_never_left_out_silently(up: Running, model: Path, tmp_
     with pytest.raises(UsageError, match="r0, turn t1: it has images, whose pixels no batch format carries"):
         from_groups(groups)
     with pytest.raises(UsageError, match="r0, turn t1: it has images, and TRL"):
-        trl_rows.check(members[0], members[0].trajectories[0], 1.0)
+        trl_rows.check(members[0], rows_of(members[0])[0], 1.0)
     blind = build_tiny_model(tmp_path / "blind", max_positions=1024)
     with pytest.raises(UsageError, match=r"rollout r0, turn t1: it has images, .* no vision part"):
         GRPO(blind, lr=1e-3).step(groups)
@@ -515,7 +516,7 @@ async def test_pixels_are_never_left_out_silently(up: Running, model: Path, tmp_
     row = structs.replace(members[0].trajectories[0], images=())
     turn = structs.replace(members[0].turns[0], images=())
     older = structs.replace(members[0], trajectories=(row,), turns=(turn,), images=())
-    with pytest.raises(UsageError, match="sampled with 1 images, and the record says where 0 of them stand"):
+    with pytest.raises(UsageError, match="sampled with 1 images; the record says where 0 of them stand"):
         GRPO(model, lr=1e-3).step([group(older, members[1])])
     assert Frozen(model).step(groups).rollouts == 2
     assert [len(datum.images) for datum in rows_from_groups(groups)] == [1, 1]

@@ -27,8 +27,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, Qwen3Config, Qwen3ForCausalLM
 
 from afield.trainers.logprobs import chunked_logprobs, gather_hidden
+from afield.trainers.micro_batches import Padded
 from afield.trainers.packing import pack, split
-from afield.trainers.padded import Padded
 from afield.trainers.tree_attention import TokenTree, install_tree_attention
 from bench.training.rollout_shapes import Row, per_turn, shared_prompt, sub_agents
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import afield.demo
 from afield.demo import shop
 from afield.demo.agents.openai_agent import SYSTEM, TOOLS
+from afield.factory.tuner import open_tuner
 from afield.trainers.tinker import SampledReply, Sampling, Tuner
 
 MODEL = Path(afield.demo.__file__).parent / "policy"
@@ -42,14 +43,14 @@ def step(tuner: Tuner, tasks: list[dict]) -> float:
         mean = sum(rewards[group]) / REPLIES
         data += [a.to_row(r - mean) for a, r in zip(answers[group], rewards[group], strict=True) if r != mean]
     if data:
-        tuner.forward_backward(data, loss="cispo", of=len(asked))
+        tuner.forward_backward(data, loss="cispo", num_rollouts=len(asked))
         tuner.optim_step()
     return sum(rewards) / len(rewards)
 
 
 def main(steps: int = 12) -> None:
     tasks = shop.tasks(0, steps * TASKS)
-    with Tuner.open(MODEL, lr=2e-3, eps=1e-4, grad_clip=0.1) as tuner:
+    with open_tuner(MODEL, lr=2e-3, eps=1e-4, grad_clip=0.1) as tuner:
         for n in range(steps):
             reward = step(tuner, tasks[n * TASKS : (n + 1) * TASKS])
             print(f"step {n + 1:2}  reward {reward:.3f}", flush=True)

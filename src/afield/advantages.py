@@ -1,16 +1,17 @@
-"""Groups to advantages, at rollout level (pure).
+"""Advantage estimators: GRPO, Dr. GRPO, RLOO, REINFORCE++ and ReMax (pure).
 
 Every rollout counts once in every mean and deviation, however many branches, turns or tokens it has.
-Rollouts that carry no reward (task, verifier and infrastructure failures) have no advantage and stay out of
-the baseline. With per-turn `returns` each turn has its own advantage, and a rollout stands for the mean of
-its turns: where all turns return the rollout's reward, both ways give the same numbers.
-A group with nothing to compare with, or in which all are equal, teaches nothing: exactly zero.
+Rollouts without a reward (task, verifier and infrastructure failures) have no advantage and stay out of the
+baseline. With per-turn `returns` each turn has its own advantage, and the mean of its turns stands for the
+rollout. A group with a single reward, or with equal rewards only, has advantages of exactly zero.
+
+To add an estimator: write a function and add a line to `ESTIMATORS`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
 from afield.errors import UsageError
@@ -19,13 +20,17 @@ from afield.types import Group, RolloutResult
 AdvantageEstimator = Literal[
     "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"
 ]
-Returns = Mapping[str, Mapping[str, float]]  # rollout id, turn id
-Advantages = dict[str, float | dict[str, float]]  # by rollout: one for all of it, or one for each turn
-_WHOLE = ""  # stands for all turns
+Returns = Mapping[str, Mapping[str, float]]
+"""Returns by rollout id and turn id."""
+TurnAdvantages = float | Mapping[str, float]
+"""Advantages of one rollout: one for all of its turns, or one by turn id."""
+Advantages = dict[str, float | dict[str, float]]
+"""Advantages by rollout id."""
+_WHOLE = ""  # turn id under which a rollout's only score is kept
 
 
 def rewards_of(group: Group, floor: float = 0.0) -> dict[str, float]:
-    """Rollout id to the reward that trains."""
+    """Rewards that train, by rollout id."""
     pairs = ((f.rollout.id, f.outcome.reward_or_floor(floor)) for f in group.finished)
     return {rollout_id: reward for rollout_id, reward in pairs if reward is not None}
 
@@ -38,37 +43,27 @@ def compute_advantages(
     returns: Returns | None = None,
     eps: float = 1e-4,
 ) -> Advantages:
-    """What each rollout that carries a reward, or each of its turns, has earned.
+    """Advantage of each rollout with a reward, or of each of its turns.
 
-    - `grpo`: minus the group's mean, divided by its deviation; `dr_grpo`: without dividing
-    - `rloo`: minus the mean of the group's other rollouts
-    - `reinforce_plus_plus`: minus the batch's mean, divided by its deviation; `reinforce_plus_plus_baseline`:
-      minus the group's mean, then divided by the batch's deviation
-    - `remax`: minus the group's greedy baseline; without one that carries a reward, zero
-
-    Deviations are the sample's (n - 1); `eps` is added to them. `returns` are by turn, of the rollouts and,
-    for `remax`, of the baselines too; see `batches.rewards.turn_returns`.
+    `floor` is the reward of a policy failure without one. `returns` are by turn, for the rollouts and, with
+    `remax`, for the baselines too; see `batches.rewards.turn_returns`. `eps` is added to deviations, which
+    are those of the sample (n - 1).
     """
-    earned = _advantages(groups, estimator, floor, returns, eps)
+    if estimator not in ESTIMATORS:
+        choices = ", ".join(get_args(AdvantageEstimator))
+        raise UsageError(f"unknown advantage {estimator!r}; choose one of: {choices}")
+    scores = _scores(groups, floor, returns, greedy=estimator == "remax")
+    advantages = ESTIMATORS[estimator](scores, eps)
     if returns is None:
-        return {rollout_id: stake.turns[_WHOLE] for rollout_id, stake in earned.items()}
-    return {rollout_id: stake.turns for rollout_id, stake in earned.items()}
+        return {rollout_id: score.turns[_WHOLE] for rollout_id, score in advantages.items()}
+    return {rollout_id: score.turns for rollout_id, score in advantages.items()}
 
 
-def grpo(group: Group, *, floor: float = 0.0, scale: bool = True, eps: float = 1e-4) -> dict[str, float]:
-    """Of one group; divided by its deviation when `scale` is set."""
-    earned = _advantages([group], "grpo" if scale else "dr_grpo", floor, None, eps)
-    return {rollout_id: stake.turns[_WHOLE] for rollout_id, stake in earned.items()}
+# --- scores --------------------------------------------------------------------------------------
 
 
-def remax(group: Group, *, floor: float = 0.0) -> dict[str, float]:
-    """Of one group: reward minus that of its greedy baseline."""
-    earned = _advantages([group], "remax", floor, None, 0.0)
-    return {rollout_id: stake.turns[_WHOLE] for rollout_id, stake in earned.items()}
-
-
-class _Stake(NamedTuple):
-    """What a rollout got, turn by turn, and the one number that stands for it."""
+class Score(NamedTuple):
+    """Reward or returns of one rollout, and the number that stands for them in a baseline."""
 
     level: float
     turns: dict[str, float]
@@ -78,57 +73,61 @@ class _Stake(NamedTuple):
         return list(self.turns.values()) or [self.level]
 
     @property
-    def square(self) -> float:
-        """A mean, so that a rollout of many turns counts as much as any other."""
+    def mean_square(self) -> float:
+        """Mean over the turns, so that a rollout of many turns counts as much as any other."""
         return math.fsum(v * v for v in self.values) / len(self.values)
 
-    def minus(self, other: float) -> _Stake:
-        return _Stake(self.level - other, {turn: v - other for turn, v in self.turns.items()})
+    def __sub__(self, baseline: float) -> Score:
+        return Score(self.level - baseline, {turn: v - baseline for turn, v in self.turns.items()})
 
-    def over(self, by: float) -> _Stake:
-        return _Stake(self.level / by, {turn: v / by for turn, v in self.turns.items()})
+    def __truediv__(self, deviation: float) -> Score:
+        return Score(self.level / deviation, {turn: v / deviation for turn, v in self.turns.items()})
 
     @property
-    def nothing(self) -> _Stake:
-        return _Stake(0.0, dict.fromkeys(self.turns, 0.0))
+    def zero(self) -> Score:
+        return Score(0.0, dict.fromkeys(self.turns, 0.0))
 
 
-def _advantages(
-    groups: Iterable[Group], estimator: AdvantageEstimator, floor: float, returns: Returns | None, eps: float
-) -> dict[str, _Stake]:
-    if estimator not in get_args(AdvantageEstimator):
-        raise UsageError(
-            f"unknown advantage {estimator!r}; choose one of: {', '.join(get_args(AdvantageEstimator))}"
-        )
-    batch: dict[str, _Stake] = {}
+Scores = dict[str, Score]
+
+
+class GroupScores(NamedTuple):
+    """Scores of a group's rollouts, and of its greedy baseline if it has one."""
+
+    rollouts: Scores
+    greedy: float | None
+
+    @property
+    def mean(self) -> float:
+        return math.fsum(score.level for score in self.rollouts.values()) / len(self.rollouts)
+
+    @property
+    def comparable(self) -> bool:
+        """Whether there are at least two rollouts, with different scores."""
+        return len(self.rollouts) > 1 and not _all_equal(self.rollouts)
+
+
+def _scores(
+    groups: Iterable[Group], floor: float, returns: Returns | None, *, greedy: bool
+) -> list[GroupScores]:
+    scores: list[GroupScores] = []
+    seen: set[str] = set()
     for group in groups:
-        stakes = _stakes(group.finished, floor, returns)
-        if repeated := [i for i in stakes if i in batch]:
+        rollouts = _of_rollouts(group.finished, floor, returns)
+        if repeated := [rollout_id for rollout_id in rollouts if rollout_id in seen]:
             raise UsageError(f"rollouts {repeated} are in the batch more than once; train on each once")
-        greedy = (
-            _stakes([group.baseline] if group.baseline else [], floor, returns)
-            if estimator == "remax"
-            else {}
-        )
-        below = _baselines(estimator, stakes, [stake.level for stake in greedy.values()])
-        if below is None:
-            batch |= {i: stake.nothing for i, stake in stakes.items()}
-            continue
-        centred = {i: stake.minus(below[i]) for i, stake in stakes.items()}
-        batch |= _normalised(centred, eps) if estimator == "grpo" else centred
-    if estimator == "reinforce_plus_plus" and batch:
-        mean = math.fsum(stake.level for stake in batch.values()) / len(batch)
-        batch = {i: stake.minus(mean) for i, stake in batch.items()}
-    if estimator.startswith("reinforce"):
-        batch = _normalised(batch, eps)
-    return batch
+        seen |= rollouts.keys()
+        baseline = [group.baseline] if greedy and group.baseline else []
+        levels = [score.level for score in _of_rollouts(baseline, floor, returns).values()]
+        scores.append(GroupScores(rollouts, levels[0] if levels else None))
+    return scores
 
 
-def _stakes(finished: Iterable[RolloutResult], floor: float, returns: Returns | None) -> dict[str, _Stake]:
-    """Of the rollouts that carry a reward."""
-    stakes: dict[str, _Stake] = {}
-    for one in finished:
-        rollout_id, reward = one.rollout.id, one.outcome.reward_or_floor(floor)
+def _of_rollouts(finished: Iterable[RolloutResult], floor: float, returns: Returns | None) -> Scores:
+    """Scores of the rollouts that have a reward."""
+    scores: Scores = {}
+    for result in finished:
+        rollout_id, reward = result.rollout.id, result.outcome.reward_or_floor(floor)
         if reward is None:
             continue
         if returns is not None and rollout_id not in returns:
@@ -137,34 +136,92 @@ def _stakes(finished: Iterable[RolloutResult], floor: float, returns: Returns | 
             )
         turns = {_WHOLE: reward} if returns is None else dict(returns[rollout_id])
         level = math.fsum(turns.values()) / len(turns) if turns else reward
-        stakes[rollout_id] = _Stake(level, turns)
-    return stakes
+        scores[rollout_id] = Score(level, turns)
+    return scores
 
 
-def _baselines(
-    estimator: AdvantageEstimator, stakes: dict[str, _Stake], greedy: list[float]
-) -> dict[str, float] | None:
-    """What each rollout is compared with; None where there is nothing to learn from comparing."""
-    if estimator == "reinforce_plus_plus":
-        return dict.fromkeys(stakes, 0.0)
-    if estimator == "remax":
-        return dict.fromkeys(stakes, greedy[0]) if greedy else None
-    if len(stakes) < 2 or _all_equal(stakes):
-        return None
-    total = math.fsum(stake.level for stake in stakes.values())
-    if estimator == "rloo":
-        return {i: (total - stake.level) / (len(stakes) - 1) for i, stake in stakes.items()}
-    return dict.fromkeys(stakes, total / len(stakes))
+# --- estimators ----------------------------------------------------------------------------------
 
 
-def _normalised(centred: dict[str, _Stake], eps: float) -> dict[str, _Stake]:
+def grpo(groups: Sequence[GroupScores], eps: float) -> Scores:
+    """Score minus the group's mean, divided by the group's deviation."""
+    batch: Scores = {}
+    for group in groups:
+        batch |= _normalised(_centred(group), eps)
+    return batch
+
+
+def dr_grpo(groups: Sequence[GroupScores], eps: float) -> Scores:
+    """Score minus the group's mean, not divided."""
+    del eps
+    batch: Scores = {}
+    for group in groups:
+        batch |= _centred(group)
+    return batch
+
+
+def rloo(groups: Sequence[GroupScores], eps: float) -> Scores:
+    """Score minus the mean of the group's other rollouts."""
+    del eps
+    batch: Scores = {}
+    for group in groups:
+        if not group.comparable:
+            batch |= {rollout_id: score.zero for rollout_id, score in group.rollouts.items()}
+            continue
+        total, others = math.fsum(s.level for s in group.rollouts.values()), len(group.rollouts) - 1
+        batch |= {i: score - (total - score.level) / others for i, score in group.rollouts.items()}
+    return batch
+
+
+def reinforce_plus_plus(groups: Sequence[GroupScores], eps: float) -> Scores:
+    """Score minus the batch's mean, divided by the batch's deviation."""
+    batch = {rollout_id: score for group in groups for rollout_id, score in group.rollouts.items()}
+    if not batch:
+        return {}
+    mean = math.fsum(score.level for score in batch.values()) / len(batch)
+    return _normalised({rollout_id: score - mean for rollout_id, score in batch.items()}, eps)
+
+
+def reinforce_plus_plus_baseline(groups: Sequence[GroupScores], eps: float) -> Scores:
+    """Score minus the group's mean, divided by the batch's deviation."""
+    return _normalised(dr_grpo(groups, eps), eps)
+
+
+def remax(groups: Sequence[GroupScores], eps: float) -> Scores:
+    """Score minus that of the group's greedy baseline; zero without a baseline that has a reward."""
+    del eps
+    batch: Scores = {}
+    for group in groups:
+        for rollout_id, score in group.rollouts.items():
+            batch[rollout_id] = score.zero if group.greedy is None else score - group.greedy
+    return batch
+
+
+ESTIMATORS: dict[str, Callable[[Sequence[GroupScores], float], Scores]] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "remax": remax,
+}
+
+
+def _centred(group: GroupScores) -> Scores:
+    if not group.comparable:
+        return {rollout_id: score.zero for rollout_id, score in group.rollouts.items()}
+    mean = group.mean
+    return {rollout_id: score - mean for rollout_id, score in group.rollouts.items()}
+
+
+def _normalised(centred: Scores, eps: float) -> Scores:
     if len(centred) < 2 or _all_equal(centred):
-        return {i: stake.nothing for i, stake in centred.items()}
-    squares = math.fsum(stake.square for stake in centred.values())
+        return {rollout_id: score.zero for rollout_id, score in centred.items()}
+    squares = math.fsum(score.mean_square for score in centred.values())
     deviation = math.sqrt(squares / (len(centred) - 1)) + eps
-    return {i: stake.over(deviation) for i, stake in centred.items()}
+    return {rollout_id: score / deviation for rollout_id, score in centred.items()}
 
 
-def _all_equal(stakes: dict[str, _Stake]) -> bool:
-    values = {value for stake in stakes.values() for value in stake.values}
+def _all_equal(scores: Scores) -> bool:
+    values = {value for score in scores.values() for value in score.values}
     return len(values) <= 1

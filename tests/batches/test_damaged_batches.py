@@ -17,7 +17,7 @@ from afield.advantages import compute_advantages
 from afield.batches.groups import from_groups, to_groups
 from afield.batches.jsonl import read_jsonl, write_jsonl
 from afield.batches.parquet import read_parquet, write_parquet
-from afield.batches.sample import Batch
+from afield.batches.rows import Batch
 from afield.batches.tensors import from_tensordict, to_tensordict
 from afield.batches.tree import to_tree
 from afield.errors import UsageError
@@ -158,7 +158,7 @@ def test_twins_that_sampled_the_same_keep_their_own_descendants(kept: bool) -> N
         turn("b2", "b1", (5,), (7,)),
     )
     batch = from_groups([alone(turns, kept=kept)])
-    assert [owned.parent for row in batch.samples for owned in row.turns] == ["", "a1", "", "b1"]
+    assert [owned.parent for row in batch.rows for owned in row.turns] == ["", "a1", "", "b1"]
     assert to_tree(batch).to_rows() == batch
 
 

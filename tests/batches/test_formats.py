@@ -19,9 +19,9 @@ from msgspec import structs
 from afield.batches.groups import from_groups, to_groups
 from afield.batches.jsonl import read_jsonl, write_jsonl
 from afield.batches.parquet import read_parquet, write_parquet
-from afield.batches.sample import Batch
+from afield.batches.rows import Batch, Row
 from afield.batches.tensors import from_tensordict, to_tensordict
-from afield.batches.tree import TreeBatch, to_tree
+from afield.batches.tree import Node, TreeBatch, to_tree
 from afield.errors import UsageError
 from afield.types import Group
 from support.random_groups import branching, group
@@ -56,6 +56,10 @@ def test_a_file_gives_back_what_was_written(format: str, given_groups: list[Grou
         assert read(Path(folder) / "batch") == batch
 
 
+def logprobs(row: Row | Node) -> list[str]:
+    return [p.hex() for p in (row.trajectory.logprobs if isinstance(row, Row) else row.logprobs)]
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("form", FORMS)
 def test_numbers_come_back_bit_for_bit(tmp_path: Path, format: str, form: str) -> None:
@@ -63,9 +67,9 @@ def test_numbers_come_back_bit_for_bit(tmp_path: Path, format: str, form: str) -
     batch = made_as(form, hand_made())
     write(tmp_path / "batch", batch)
     again = read(tmp_path / "batch")
-    rows = [b.nodes if isinstance(b, TreeBatch) else b.samples for b in (batch, again)]
+    rows = [b.nodes if isinstance(b, TreeBatch) else b.rows for b in (batch, again)]
     for before, after in zip(*rows, strict=True):
-        assert [p.hex() for p in after.logprobs] == [p.hex() for p in before.logprobs]
+        assert logprobs(after) == logprobs(before)
     assert [str(r.score) for r in again.rollouts] == ["0.30000000000000004", "-0.0", "None", "0.5"]
 
 
@@ -73,7 +77,7 @@ def test_numbers_come_back_bit_for_bit(tmp_path: Path, format: str, form: str) -
 @given(groups(), st.sampled_from(["linear", "per_turn"]))
 def test_a_tensordict_of_doubles_gives_back_what_it_was_made_of(made: list[Group], form) -> None:
     batch = from_groups(made, form)
-    if not batch.samples:
+    if not batch.rows:
         with pytest.raises(UsageError, match="no rollout in it carries a reward"):
             to_tensordict(batch, pad_token_id=0)
         return
@@ -84,10 +88,12 @@ def test_a_tensordict_of_float32_rounds_log_probabilities_and_weights_alone() ->
     batch = from_groups(hand_made())
     again = from_tensordict(to_tensordict(batch, pad_token_id=0))
     assert again.rollouts == batch.rollouts
-    for before, after in zip(batch.samples, again.samples, strict=True):
-        rounded = tuple(torch.tensor(before.logprobs, dtype=torch.float32).tolist())
-        weight = torch.tensor(before.weight, dtype=torch.float32).item()
-        assert after == structs.replace(before, logprobs=rounded, weight=weight)
+    for before, after in zip(batch.rows, again.rows, strict=True):
+        exact = before.trajectory
+        rounded = tuple(torch.tensor(exact.logprobs, dtype=torch.float32).tolist())
+        weight = torch.tensor(exact.weight, dtype=torch.float32).item()
+        trajectory = structs.replace(exact, logprobs=rounded, weight=weight)
+        assert after == structs.replace(before, trajectory=trajectory)
     assert len(to_groups(again)[0].finished) == 3
 
 
@@ -117,7 +123,7 @@ def test_whole_rollouts_of_a_tensordict_are_a_batch() -> None:
     made = to_tensordict(batch, pad_token_id=0, dtype=torch.float64)
     some = from_tensordict(made[:2])
     assert [r.rollout.id for r in some.rollouts] == ["g-1", "g-3", "g-greedy"]
-    assert some.samples == batch.samples[:2]
+    assert some.rows == batch.rows[:2]
     with pytest.raises(UsageError, match=r"rollout g-1, turn t1: the weights .* a row is missing"):
         from_tensordict(made[:1])
 
@@ -163,9 +169,9 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path)
     lines = path.read_bytes().splitlines(keepends=True)
     for kept, says in [
-        (lines[:-1], "ends where a sample should follow"),
-        (lines[:3], "ends where a record should follow"),
-        ([], "ends where a head should follow"),
+        (lines[:-1], "ends where a RowColumns should follow"),
+        (lines[:3], "ends where a RolloutRecord should follow"),
+        ([], "ends where a FileHeader should follow"),
         ([*lines, lines[-1]], "line 10: there is more than the 4 rows"),
         ([*lines[:-1], lines[-1][:40]], "line 9: "),
     ]:

@@ -1,4 +1,4 @@
-"""Groups to samples and back: each sampled token owned once, whatever the form; nothing lost on the way."""
+"""`from_groups`, `to_groups` and `to_tree`: ownership, round trips and refusals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec import structs
 
 from afield import trajectories
 from afield.batches.groups import from_groups, to_groups
-from afield.batches.sample import Batch
+from afield.batches.rows import Batch
 from afield.batches.tree import TreeBatch, to_tree
 from afield.errors import UsageError
 from afield.turn_tree import TurnTree
@@ -34,9 +34,9 @@ def trained(made: list[Group]) -> list[RolloutResult]:
 def test_every_sampled_token_of_a_rollout_that_trains_is_owned_exactly_once(made: list[Group], form) -> None:
     batch = from_groups(made, form)
     owned: Counter[tuple[str, str, int]] = Counter()
-    for sample in batch.samples:
-        for turn in sample.turns:
-            owned.update((sample.rollout_id, turn.id, n) for n in range(turn.end - turn.start))
+    for row in batch.rows:
+        for turn in row.turns:
+            owned.update((row.rollout_id, turn.id, n) for n in range(turn.end - turn.start))
     assert set(owned.values()) <= {1}
     expected = {
         (f.rollout.id, turn.id, n)
@@ -57,13 +57,13 @@ def test_every_sampled_token_of_a_rollout_that_trains_is_owned_exactly_once(made
 def test_a_row_is_what_the_engine_saw_and_sampled(made: list[Group], data: st.DataObject) -> None:
     batch = from_groups(made, data.draw(FORMS))
     of = {f.rollout.id: TurnTree(f.turns) for f in trained(made)}
-    for sample in batch.samples:
-        for owned in sample.turns:
-            forest = of[sample.rollout_id]
-            turn = forest[owned.id]
-            assert sample.token_ids[: len(sample.prompt_ids) + owned.end] == forest.ids(owned.id)
-            assert sample.logprobs[owned.start : owned.end] == turn.logprobs
-            spans = [s for s in sample.versions if owned.start <= s.start < owned.end]
+    for row in batch.rows:
+        for owned in row.turns:
+            tree = of[row.rollout_id]
+            turn = tree[owned.id]
+            assert row.token_ids[: owned.end] == tree.ids(owned.id)
+            assert row.trajectory.logprobs[owned.start : owned.end] == turn.logprobs
+            spans = [s for s in row.trajectory.versions if owned.start <= s.start < owned.end]
             assert [(s.start - owned.start, s.end - owned.start, s.low, s.high) for s in spans] == [
                 (s.start, s.end, s.low, s.high) for s in turn.versions
             ]
@@ -75,7 +75,7 @@ def test_rows_per_turn_are_those_that_the_forest_gives(made: list[Group]) -> Non
     for f in trained(made):
         withheld = {e.turn: e.reason for e in f.excluded}
         expected = trajectories.per_turn(TurnTree(f.turns), withheld).trajectories
-        assert tuple(s.trajectory for s in batch.rows(f.rollout.id)) == expected
+        assert tuple(row.assembled for row in batch.rows_of(f.rollout.id)) == expected
 
 
 @given(groups(), FORMS)
@@ -86,7 +86,7 @@ def test_no_rollout_is_lost_and_failed_ones_have_no_rows(made: list[Group], form
         assert record.score == f.outcome.reward_or_floor(-2.0)
         assert structs.replace(record.outcome, turn_rewards=f.outcome.turn_rewards) == f.outcome
         if not record.trains:
-            assert batch.rows(record.rollout.id) == ()
+            assert batch.rows_of(record.rollout.id) == ()
 
 
 @given(groups(), FORMS)
@@ -152,8 +152,8 @@ def test_rows_per_turn_make_the_same_tree(made: list[Group], share: bool) -> Non
 def test_a_tree_has_every_owned_token_in_one_node(made: list[Group], share: bool) -> None:
     batch = from_groups(made)
     tree = to_tree(batch, share=share)
-    assert sum(len(node.token_ids) for node in tree.nodes) == sum(s.owned for s in batch.samples)
-    assert tree.tokens <= sum(len(s.token_ids) for s in batch.samples)
+    assert sum(len(node.token_ids) for node in tree.nodes) == sum(s.owned for s in batch.rows)
+    assert tree.tokens <= sum(len(s.token_ids) for s in batch.rows)
 
 
 def test_rollouts_of_a_group_share_their_prompts() -> None:
@@ -177,8 +177,9 @@ def test_prompts_that_begin_alike_share_what_they_have_in_common() -> None:
 # --- what is refused -----------------------------------------------------------------------------
 
 
-def sample(**change):
-    return structs.replace(from_groups([group(branching("g-1", 1.0))]).samples[0], **change)
+def columns(**change):
+    batch = from_groups([group(branching("g-1", 1.0))])
+    return structs.replace(batch.rows[0].columns(batch.rollouts[0]), **change)
 
 
 @pytest.mark.parametrize(
@@ -200,9 +201,9 @@ def sample(**change):
         ({"turns": ()}, r"rollout g-1, turn \(none\): the response does not begin"),
     ],
 )
-def test_a_sample_that_does_not_line_up_is_refused_by_rollout_and_turn(change: dict, says: str) -> None:
+def test_malformed_columns_are_refused_with_rollout_and_turn(change: dict, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        sample(**change)
+        columns(**change)
 
 
 @pytest.mark.parametrize(
@@ -215,17 +216,21 @@ def test_a_sample_that_does_not_line_up_is_refused_by_rollout_and_turn(change: d
         ({"weight": 0.1}, r"rollout g-1, turn t1: the weights of its rows add up to 0.5"),
     ],
 )
-def test_a_batch_that_does_not_line_up_is_refused(change: dict, says: str) -> None:
+def test_columns_that_differ_from_their_record_are_refused(change: dict, says: str) -> None:
     batch = from_groups([group(branching("g-1", 1.0))])
+    records = {record.rollout.id: record for record in batch.rollouts}
     with pytest.raises(ValueError, match=says):
-        Batch(form="linear", samples=(sample(**change), batch.samples[1]), rollouts=batch.rollouts)
+        row = columns(**change)
+        first = row.to_row(records.get(row.rollout_id))
+        Batch(form="linear", rows=(first, batch.rows[1]), rollouts=batch.rollouts)
 
 
 def test_a_turn_that_two_rows_own_is_refused() -> None:
     batch = from_groups([group(branching("g-1", 1.0))])
-    twice = structs.replace(batch.samples[0], row=1, weight=0.4)
+    lighter = structs.replace(batch.rows[0].trajectory, weight=0.4)
+    twice = structs.replace(batch.rows[0], index=1, trajectory=lighter)
     with pytest.raises(ValueError, match=r"rollout g-1, turn t1: more than one row owns it"):
-        Batch(form="linear", samples=(batch.samples[0], twice), rollouts=batch.rollouts)
+        Batch(form="linear", rows=(batch.rows[0], twice), rollouts=batch.rollouts)
 
 
 def test_rows_that_are_not_what_was_sampled_are_refused() -> None:
@@ -244,9 +249,9 @@ def test_a_row_of_a_turn_that_is_gone_is_refused() -> None:
 
 def test_a_rollout_that_failed_cannot_have_rows() -> None:
     batch = from_groups([group(branching("g-1", 1.0), branching("g-2", None))])
-    stray = structs.replace(batch.samples[0], rollout_id="g-2")
+    stray = structs.replace(batch.rows[0], rollout_id="g-2")
     with pytest.raises(ValueError, match=r"rollout g-2, turn t1: a rollout that does not train has rows"):
-        Batch(form="linear", samples=(stray,), rollouts=batch.rollouts)
+        Batch(form="linear", rows=(stray,), rollouts=batch.rollouts)
 
 
 def test_nodes_that_do_not_hang_together_are_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 from afield.batches.groups import to_groups
 from afield.batches.jsonl import read_jsonl
 from afield.batches.parquet import read_parquet
-from afield.batches.sample import Batch
+from afield.batches.rows import Batch
 from afield.batches.tree import TreeBatch
 from afield.cli.main import main
 from afield.orchestrator.state import RunDirectory, RunState
@@ -54,7 +54,7 @@ def test_a_file_has_all_that_a_run_was_trained_on(
         "groups": 4,
         "dropped_groups": 0,
         "rollouts": 8,
-        "rows": len(made.nodes if isinstance(made, TreeBatch) else made.samples),
+        "rows": len(made.nodes if isinstance(made, TreeBatch) else made.rows),
         "sampled_tokens": sum(s.owned for s in batch.samples),
     }
     groups = to_groups(batch)

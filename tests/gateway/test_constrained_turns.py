@@ -14,6 +14,7 @@ import pytest
 import torch
 from msgspec import structs
 
+from afield.batches.rows import Row
 from afield.chat import ChatTokenizer
 from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.engines.sglang.engine import SglangEngine
@@ -21,7 +22,6 @@ from afield.engines.torch.engine import TorchEngine
 from afield.engines.vllm.engine import VllmEngine
 from afield.interfaces import Chunk, GenerateRequest, SessionSpec
 from afield.trainers import logprobs, micro_batches
-from afield.trainers.batch import Row
 from afield.trainers.model import PolicyModel
 from afield.trainers.optimizer import Optimizer
 from afield.types import FinishReason, Sampling, Trajectory
@@ -80,7 +80,9 @@ async def test_gradient_uses_the_constrained_distribution(model: Path, tmp_path:
             await client.chat.completions.create(model="m", messages=USER, max_tokens=30, extra_body=extra)
         turns = await recorded(up)
     policy = PolicyModel(model, device=torch.device("cpu"))
-    rows = [Row(n, f"r{n}", "g", row, (1.0,)) for n, row in enumerate(trained(turns))]
+    rows = [
+        Row(rollout_id=f"r{n}", trajectory=row, advantages=(1.0,)) for n, row in enumerate(trained(turns))
+    ]
     found = {}
     for chunked in (True, False):
         updates = Optimizer(policy, lr=0.0)

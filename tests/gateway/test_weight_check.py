@@ -20,8 +20,7 @@ from afield.gateway.engine_pool import EnginePool
 from afield.interfaces.engine import Chunk, GenerateRequest
 from afield.interfaces.weight_probe import FILE, read_weight_probe, write_weight_probe
 from afield.settings.trainer import LoraOptions
-from afield.trainers.model import PolicyModel
-from afield.trainers.weight_probe import compute_weight_probe
+from afield.trainers.model import PolicyModel, compute_weight_probe
 from support.gateways import POLICY
 
 pytestmark = pytest.mark.anyio

@@ -50,13 +50,13 @@ def test_a_prompt_that_asks_for_no_rollout_ends_at_once_whatever_its_uid_is_made
 def test_every_token_that_trains_is_in_one_row_with_what_was_sampled(seed: int) -> None:
     for group in Maker(seed, None).groups():
         for one in rows.group_rows(group.finished, quorum=1).sessions:
-            owned = sum(t.owned for t in one.finished.trajectories)
+            owned = sum(t.owned for t in one.result.trajectories)
             assert sum(sum(row.response_mask) for row in one.rows) == owned
-            assert sum(row.weight for row in one.rows) == pytest.approx(1.0)
-            for row, trajectory in zip(one.rows, one.finished.trajectories, strict=True):
+            assert sum(row.trajectory.weight for row in one.rows) == pytest.approx(1.0)
+            for row, trajectory in zip(one.rows, one.result.trajectories, strict=True):
                 assert row.prompt_ids + row.response_ids == trajectory.token_ids
                 assert row.response_mask[0] == row.response_mask[-1] == 1
-                assert sum(row.logprobs) == pytest.approx(sum(trajectory.logprobs))
+                assert sum(row.response_logprobs) == pytest.approx(sum(trajectory.logprobs))
 
 
 def test_a_session_that_branched_gives_a_row_for_each_branch_and_one_reward() -> None:
@@ -86,7 +86,7 @@ def test_a_session_that_branched_gives_a_row_for_each_branch_and_one_reward() ->
 def test_only_the_longest_row_is_left_of_a_session_when_told_so() -> None:
     one = rows.rollout_rows(branching("r", 0.5), 0, branches="main")
     assert isinstance(one, rows.RolloutRows)
-    assert [(row.response_ids, row.weight) for row in one.rows] == [((10, 11, 4, 12), 1.0)]
+    assert [(row.response_ids, row.trajectory.weight) for row in one.rows] == [((10, 11, 4, 12), 1.0)]
 
 
 def test_rows_say_what_they_weigh_when_asked() -> None:
@@ -188,13 +188,15 @@ def test_a_session_in_one_row_has_the_returns_of_the_embedded_trainer(seed: int,
         for one_sum in (False, True):
             credit = rows.CreditAssignment(turns=True, discount=discount, one_sum=one_sum)
             for one in rows.group_rows(group.finished, quorum=1, credit=credit).sessions:
-                returns = expected[one.finished.rollout.id]
+                returns = expected[one.result.rollout.id]
                 if len(one.rows) == 1:
                     (row,) = one.rows
-                    after = [sum(v for at, v in row.scores if at >= end) for end, _ in row.scores]
+                    after = [
+                        sum(v for at, v in row.token_rewards if at >= end) for end, _ in row.token_rewards
+                    ]
                     assert after == pytest.approx(list(returns.values()), abs=1e-6)
                 if one_sum:
-                    sums = [sum(value for _, value in row.scores) for row in one.rows]
+                    sums = [sum(value for _, value in row.token_rewards) for row in one.rows]
                     assert sums == pytest.approx([next(iter(returns.values()))] * len(sums), abs=1e-6)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from afield import advantages
+from afield.advantages import compute_advantages
 from afield.interfaces import StepReport
 from afield.orchestrator.groups import (
     GroupRunner,
@@ -38,7 +38,7 @@ async def test_one_broken_rollout_is_masked_and_its_group_stays(tmp_path: Path) 
         (group,) = await b.collect(rollouts=4)
     assert [f.outcome.reward for f in group.finished] == [1.0, None, 1.0, 1.0]
     assert group.unusable_because(2) is None
-    assert set(advantages.grpo(group)) == {f"exp-e0-t0-r{k}" for k in (0, 2, 3)}
+    assert set(compute_advantages([group])) == {f"exp-e0-t0-r{k}" for k in (0, 2, 3)}
 
 
 async def test_what_runs_beyond_enough_is_cut_and_carries_no_reward(tmp_path: Path) -> None:
@@ -80,8 +80,8 @@ async def test_a_baseline_is_sampled_greedily_and_joined_by_its_group(tmp_path: 
         assert group.baseline and group.baseline.rollout.group_id == group.id
         assert {turn.sampling.temperature for turn in group.baseline.turns} == {0.0}
         assert {turn.sampling.temperature for f in group.finished for turn in f.turns} == {1.0}
-        assert set(advantages.remax(group).values()) == {0.75}
-        assert group.baseline.rollout.id not in advantages.remax(group)
+        assert set(compute_advantages([group], "remax").values()) == {0.75}
+        assert group.baseline.rollout.id not in compute_advantages([group], "remax")
 
 
 # --- both halves ---------------------------------------------------------------------------------

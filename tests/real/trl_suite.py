@@ -31,11 +31,12 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 import trl_cpu
 from afield import demo
 from afield.advantages import compute_advantages
+from afield.batches.rows import rows_of
 from afield.demo import shop
 from afield.engines.torch.weights import read_model
 from afield.errors import NoRewards, Unavailable, UsageError
 from afield.integrations.trl import Rollouts, SyncRollouts
-from afield.integrations.trl.rows import MeanLength, RowConfig, rows
+from afield.integrations.trl.rows import MeanLength, RowConfig, samples
 from afield.integrations.trl.sync import check_version
 from afield.integrations.trl.weights import write
 from afield.trainers.batch import to_batch
@@ -142,7 +143,7 @@ def recorded(seed: int, *, sizes: tuple[int, ...] = (3, 1, 6, 4), name: str = "g
 
 def test_every_row_of_every_rewarded_rollout_becomes_one_sample() -> None:
     group = recorded(0)
-    made = rows(group, RowConfig(), number=7, base=4, lengths=MeanLength())
+    made = samples(group, RowConfig(), number=7, base=4, lengths=MeanLength())
     wanted = [(f, t) for f in group.finished[:-1] for t in f.trajectories if t.owned]
     assert len(made) == len(wanted) > 4, "some of them branch"
     earned = compute_advantages([group])
@@ -162,7 +163,7 @@ def test_every_row_of_every_rewarded_rollout_becomes_one_sample() -> None:
 
 def test_rollouts_weigh_the_same_whatever_their_length_and_branches() -> None:
     group = recorded(1)
-    made = rows(group, RowConfig(), number=0, base=0, lengths=MeanLength())
+    made = samples(group, RowConfig(), number=0, base=0, lengths=MeanLength())
     earned = compute_advantages([group])
     tokens = sum(int(sample.completion_mask.sum()) for sample in made)
     place = iter(made)
@@ -174,7 +175,7 @@ def test_rollouts_weigh_the_same_whatever_their_length_and_branches() -> None:
 
 def test_what_the_trainer_would_rescore_differently_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match=r"rollout g-r0, turn t0: sampled at temperature 1, .* at 0\.7"):
-        rows(recorded(0), RowConfig(temperature=0.7), number=0, base=0, lengths=MeanLength())
+        samples(recorded(0), RowConfig(temperature=0.7), number=0, base=0, lengths=MeanLength())
 
 
 def test_the_protocols_are_met_as_trl_has_them(tmp_path: Path) -> None:
@@ -260,7 +261,7 @@ def test_recorded_rollouts_give_the_same_gradient_through_trls_loss_and_ours(
     samples = [
         sample
         for n, group in enumerate(groups)
-        for sample in rows(group, recipe, number=n, base=0, lengths=lengths)
+        for sample in samples(group, recipe, number=n, base=0, lengths=lengths)
     ]
     theirs, ours = by_trl(tmp_path, samples), by_afield(groups, aggregate, layout)
     assert theirs.keys() == ours.keys()
@@ -469,17 +470,17 @@ def test_rollout_func_refuses_branches_unless_told_to_keep_the_main_one(tmp_path
     finished = recorded(1).finished[2]
     assert len(finished.trajectories) > 1
     with pytest.raises(UsageError, match=r"rollout g-r2 has \d branches"):
-        SyncRollouts(args, **how)._row(finished, None)
-    row = SyncRollouts(args, branches="main", **how)._row(finished, None)
-    assert sum(row.env_mask) == max(t.owned for t in finished.trajectories)
-    broken = SyncRollouts(args, **how)._row(recorded(1).finished[-1], None)
-    assert broken.reward is None and not any(broken.env_mask)
+        SyncRollouts(args, **how)._columns(finished, None)
+    row = SyncRollouts(args, branches="main", **how)._columns(finished, None)
+    assert sum(row["env_mask"]) == max(t.owned for t in finished.trajectories)
+    broken = SyncRollouts(args, **how)._columns(recorded(1).finished[-1], None)
+    assert not any(broken["env_mask"])
 
 
 def test_rollout_func_refuses_tokens_of_other_weights() -> None:
     finished = recorded(0).finished[1]
-    (row,) = finished.trajectories
+    (row,) = rows_of(finished)
     with pytest.raises(UsageError, match="GRPOTrainer ignores the sampler's log-probabilities"):
-        check_version(finished, row, 3)
-    check_version(finished, row, 6)
-    check_version(finished, row, None)
+        check_version(row, 3)
+    check_version(row, 6)
+    check_version(row, None)

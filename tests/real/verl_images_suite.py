@@ -171,6 +171,6 @@ def test_a_placeholder_that_the_model_sampled_leaves_its_rollout_out(
     made: tuple[Path, rows.RolloutRows],
 ) -> None:
     _, session = made
-    taken = session.finished.turns[0].token_ids[0]
-    told = rows.rollout_rows(session.finished, 0, image_id=taken)
+    taken = session.result.turns[0].token_ids[0]
+    told = rows.rollout_rows(session.result, 0, image_id=taken)
     assert isinstance(told, str) and "sampled the placeholder of images" in told

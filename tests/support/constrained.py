@@ -14,7 +14,8 @@ import torch
 from pydantic import BaseModel, Field
 
 from afield import trajectories
-from afield.trainers.batch import Row, check_rows
+from afield.batches.rows import Row
+from afield.trainers.batch import check_rows
 from afield.trainers.diagnostics import BatchDiagnostics
 from afield.trainers.micro_batches import LayoutName
 from afield.trainers.model import PolicyModel
@@ -52,7 +53,10 @@ def rescored(model: Path, rows: Sequence[Trajectory], layout: LayoutName = "tree
     """How far the trainer is from the engine about any token."""
     torch.set_num_threads(1)
     policy = PolicyModel(model, device=torch.device("cpu"), layout=layout)
-    made = [Row(n, f"r{n}", "g", row, (1.0,) * len(row.turns)) for n, row in enumerate(rows)]
+    made = [
+        Row(rollout_id=f"r{n}", trajectory=row, advantages=(1.0,) * len(row.turns))
+        for n, row in enumerate(rows)
+    ]
     check_rows(made, vocabulary=policy.vocabulary, context=policy.context)
     audit = BatchDiagnostics()
     Optimizer(policy, lr=0.0).score(made, audit)

@@ -18,8 +18,8 @@ from afield.rounding import Rounding, rounded
 from afield.settings.trainer import LoraOptions
 from afield.trainers.grpo import GRPO
 from afield.trainers.logprobs import chunked_logprobs, gather_hidden
+from afield.trainers.micro_batches import Padded
 from afield.trainers.packing import pack
-from afield.trainers.padded import Padded
 from afield.trainers.prefix_attention import Heads, kernel_available
 from afield.trainers.tree_attention import Kernel, TokenTree, install_tree_attention
 from support.tiny_model import build_tiny_model

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from afield import trajectories
-from afield.trainers.batch import Row
+from afield.batches.rows import Row
 from afield.trainers.losses import LossInputs, Objective, compute_loss
 from afield.trainers.micro_batches import MicroBatch, split_micro_batches, token_logprobs
 from afield.trainers.packing import pack, split
@@ -109,7 +109,14 @@ def rows_of(found: list[tuple[str, TurnTree, float]], form: Assembly) -> list[Ro
     rows: list[Row] = []
     for name, forest, advantage in found:
         for trajectory in form(forest).trajectories:
-            rows.append(Row(len(rows), name, "g", trajectory, (advantage,) * len(trajectory.turns)))
+            rows.append(
+                Row(
+                    rollout_id=name,
+                    index=len(rows),
+                    trajectory=trajectory,
+                    advantages=(advantage,) * len(trajectory.turns),
+                )
+            )
     return rows
 
 
@@ -329,8 +336,8 @@ def test_rectangles_put_together_are_attention_over_the_forest(seed: int) -> Non
         wild.choice(prompts) + [wild.randrange(9) for _ in range(wild.randrange(1, 6))] for _ in range(9)
     ]
     packed = pack(sequences)
-    plan = plan_attention(packed.segments, CPU, least=1)
-    assert seed > 3 or plan.rectangles
+    plan = plan_attention(packed.segments, CPU, min_prefix=1)
+    assert seed > 3 or plan.blocks
     generator = torch.Generator().manual_seed(seed)
     given = [
         torch.randn(1, heads, len(packed.ids), 8, generator=generator).requires_grad_() for heads in (4, 2, 2)

@@ -500,7 +500,7 @@ def test_a_choice_that_cannot_be_is_refused_with_what_can(learn, told):
 
 # --- the page about it ---------------------------------------------------------------------------
 
-PAGE = ROOT / "docs" / "training.md"
+PAGE = ROOT / "docs" / "how-to" / "embedded-trainer.md"
 
 
 def rows_of(heading: str) -> list[list[str]]:

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from msgspec import structs
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from afield.batches.rows import Row
 from afield.errors import UsageError
-from afield.trainers.batch import Row
-from afield.trainers.micro_batches import split_micro_batches, token_logprobs
+from afield.trainers.micro_batches import Padded, split_micro_batches, token_logprobs
 from afield.trainers.model import PolicyModel
-from afield.trainers.padded import Padded
 from afield.trainers.tree_attention import TokenTree
 from afield.types import Trajectory, TurnRange, VersionSpan
 from support.tiny_model import build_tiny_model
@@ -85,11 +85,13 @@ def rows(seed: int = 0, vocabulary: int = 96) -> list[Row]:
             ids += [rng.randrange(3, vocabulary) for _ in range(3)]
             owned.append(TurnRange(f"t{turn}", len(ids), len(ids) + 4, 0.8))
             ids += [rng.randrange(3, vocabulary) for _ in range(4)]
-        made.append(Row(number, f"r{number}", "g", trajectory(ids, owned), (1.0 - number, 0.5)))
+        made.append(
+            Row(rollout_id=f"r{number}", trajectory=trajectory(ids, owned), advantages=(1.0 - number, 0.5))
+        )
     branch = made[0].trajectory.token_ids[:16]
     ids = [*branch, *(rng.randrange(3, vocabulary) for _ in range(7))]
     row = trajectory(ids, [TurnRange("t9", 18, len(ids), 1.0)])
-    return [*made, Row(3, "r0", "g", row, (0.7,))]
+    return [*made, Row(rollout_id="r0", index=1, trajectory=row, advantages=(0.7,))]
 
 
 def trajectory(ids: list[int], turns: list[TurnRange]) -> Trajectory:
@@ -108,7 +110,7 @@ def begun(row: Row) -> Row:
     """Its first turn alone."""
     turn = row.trajectory.turns[0]
     ids = list(row.trajectory.token_ids[: turn.end])
-    return row._replace(trajectory=trajectory(ids, [turn]), advantages=row.advantages[:1])
+    return structs.replace(row, trajectory=trajectory(ids, [turn]), advantages=row.advantages[:1])
 
 
 def gradient(policy: PolicyModel, layout=None, given: list[Row] | None = None) -> torch.Tensor:

@@ -16,6 +16,7 @@ from afield.batches.jsonl import read_jsonl
 from afield.cli.main import main
 from afield.cli.train import add, resume, save_config
 from afield.errors import Unavailable, UsageError
+from afield.factory.tuner import open_tuner
 from afield.orchestrator.state import RunDirectory, RunState
 from afield.sdk.agent import Context
 from afield.settings.environment import Environment
@@ -55,8 +56,8 @@ def test_a_policy_with_checkpointing_attends_once_and_has_the_same_gradient(mode
     for checkpointing in (False, True):
         policy = PolicyModel(model_path, device=CPU, checkpointing=checkpointing)
         with tree_pass(tree, policy.model) as walked:
-            assert walked.kept.first is checkpointing
-            walked.seen = True
+            assert walked.attention.first is checkpointing
+            walked.used = True
         gradients.append(gradient(policy, batch._replace(layout=tree)))
     assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) < 1e-6
 
@@ -208,7 +209,7 @@ def test_a_trainer_of_words_that_nobody_knows_is_not_made(
 
 @pytest.fixture(scope="module")
 def tuner(model_path: Path):
-    with Tuner.open(model_path, lr=1e-3, slots=4) as made:
+    with open_tuner(model_path, lr=1e-3, slots=4) as made:
         yield made
 
 
@@ -222,11 +223,11 @@ def replies(tuner: Tuner) -> list[SampledReply]:
     [
         ({"aggregate": "mean"}, "unknown aggregate 'mean'; choose one of: rollout, token, constant"),
         ({"aggregate": "constant", "length": 0}, "length = 0 must be at least 1"),
-        ({"of": -1}, "of = -1 must be at least 1"),
-        ({"of": 0}, "of = 0 must be at least 1"),
-        ({"of": 8, "aggregate": "token"}, "of counts rollouts"),
-        ({"loss": lambda seen: torch.zeros_like(seen.logp)}, "has no gradient"),
-        ({"loss": lambda seen: None}, "has no gradient"),
+        ({"num_rollouts": -1}, "num_rollouts = -1 must be at least 1"),
+        ({"num_rollouts": 0}, "num_rollouts = 0 must be at least 1"),
+        ({"num_rollouts": 8, "aggregate": "token"}, "aggregate 'token' divides by tokens"),
+        ({"loss": lambda seen: torch.zeros_like(seen.logp)}, "returned no gradient"),
+        ({"loss": lambda seen: None}, "returned no gradient"),
         ({"proximal": [[math.nan] * 4] * 2}, "proximal log-probability is not a finite number"),
         ({"loss": "dr_grpo"}, "loss 'dr_grpo' divides by a constant; give aggregate='constant'"),
         ({"loss": Objective(loss="dpo")}, "unknown loss 'dpo'; choose one of: ppo, "),  # pyright: ignore[reportArgumentType]

@@ -14,10 +14,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from afield.trainers import logprobs
 from afield.trainers.logprobs import chunked_logprobs, gather_hidden
+from afield.trainers.micro_batches import Padded
 from afield.trainers.packing import PackedTokens, pack
-from afield.trainers.padded import Padded
 from afield.trainers.prefix_attention import PrefixAttention, plan_attention
-from afield.trainers.tree_attention import Kernel, TokenTree, _by_sequence, install_tree_attention
+from afield.trainers.tree_attention import Kernel, TokenTree, _per_sequence, install_tree_attention
 
 CPU = torch.device("cpu")
 LOW = torch.bfloat16
@@ -158,7 +158,7 @@ def test_what_many_sequences_add_to_what_they_share_is_rounded_once(kernel: str,
     if kernel == "prefix":
         out = PrefixAttention.apply(*given, plan_attention(packed.segments, CPU, least), 0.25)
     else:
-        out = _by_sequence(TokenTree(packed, CPU, "per_sequence"), 0.25, *given).transpose(1, 2)
+        out = _per_sequence(TokenTree(packed, CPU, "per_sequence"), 0.25, *given).transpose(1, 2)
     found = torch.autograd.grad(out, given, push)
     shared = [off(a[:, :, :64], b[:, :, :64]) for a, b in zip(found, truth, strict=True)]
     assert max(shared) < 1.5 * ROUNDING, shared

@@ -24,9 +24,8 @@ from afield.rounding import Rounding, measure_update, rounded
 from afield.settings.train import TrainConfig
 from afield.settings.trainer import LoraOptions, TrainerOptions
 from afield.trainers.grpo import GRPO
-from afield.trainers.model import PolicyModel
+from afield.trainers.model import PolicyModel, compute_weight_probe
 from afield.trainers.publication import Checkpoint, Rounder
-from afield.trainers.weight_probe import compute_weight_probe
 from afield.trajectories import linear
 from afield.turn_tree import TurnTree
 from afield.types import (

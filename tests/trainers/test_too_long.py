@@ -112,7 +112,7 @@ def test_a_step_of_long_rows_alone_leaves_the_weights_as_they_are(model_path, ca
     report = trainer.step([group(*parts)])
     assert (report.too_long, report.tokens, trainer.steps) == (12, 0, 1)
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.model.state_dict().items())
-    assert "and 4 rows more" in caplog.text
+    assert "rows not trained: 4 more" in caplog.text
 
 
 # --- before the first rollout --------------------------------------------------------------------

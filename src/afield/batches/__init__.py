@@ -1,6 +1,5 @@
-"""Neutral batches: what was collected, in forms that any trainer can read, and back.
+"""Training rows and their file and tensor forms: JSONL, Parquet, TensorDict and tree.
 
-`sample` has the nouns (`Sample`, `Record`, `Batch`) and `from_groups`; `groups` goes back to groups; `tree`
-is the same tokens as a table of nodes; `jsonl`, `parquet` and `tensors` are formats; `rewards` says what
-counts. Nothing here imports torch, tensordict or pyarrow before a function needs it.
+`rows` has the types; `groups` converts groups to rows and back; `rewards` weighs rewards. No module imports
+torch, tensordict or pyarrow before a function needs it.
 """

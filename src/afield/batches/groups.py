@@ -1,10 +1,10 @@
-"""Groups to a batch, and back.
+"""Groups to a batch of rows, and back to groups.
 
-`from_groups` takes rows as they were assembled, or splits them to one per turn; either way each sampled
-token of a rollout that trains is owned by exactly one row. Rows whose turns are at hand are compared with
-them (`recorded`). `to_groups` gives groups to train on again: the same rollouts, outcomes, rewards and
-linear rows. Not kept are messages, digests, tags, links, times, seeds and token limits of turns, what was
-sampled and not trained, and the rows of baselines and of rollouts that carry no reward.
+1. `from_groups` takes trajectories as they were assembled, or splits them to one row per turn. Each sampled
+   token of a rollout that trains is owned by exactly one row. Rows are compared with recorded turns.
+2. `to_groups` restores groups to train on: the same rollouts, outcomes, rewards and linear rows. Messages,
+   digests, tags, links, times, seeds and token limits of turns are not kept, nor are excluded turns and the
+   rows of baselines and of rollouts without a reward.
 """
 
 from __future__ import annotations
@@ -15,8 +15,17 @@ from msgspec import structs
 
 from afield import trajectories
 from afield.batches.rewards import by_trained_turn
-from afield.batches.sample import Batch, Form, OwnedTurn, RolloutRecord, Sample, usage_errors
-from afield.batches.tree import moved, nodes_of, sample_of, turns_of
+from afield.batches.rows import (
+    Batch,
+    Form,
+    OwnedTurn,
+    RolloutRecord,
+    Row,
+    row_images,
+    shift_spans,
+    usage_errors,
+)
+from afield.batches.tree import nodes_of, row_of, turns_of
 from afield.batches.verification import check_against_turns
 from afield.errors import UsageError
 from afield.turn_tree import TurnTree
@@ -26,13 +35,12 @@ from afield.types import Group, RolloutResult, Trajectory, Turn, TurnRange, Vers
 def from_groups(
     groups: Iterable[Group], form: Form = "linear", *, floor: float = 0.0, images: bool = False
 ) -> Batch:
-    """All rollouts of these groups; rows of those that carry a reward.
+    """Records of all rollouts of these groups, and rows of those that have a reward.
 
     `floor` is the score of a policy failure without a reward. Baselines are recorded and have no rows. Rows
-    with images are refused, since no format of a batch has pixels, unless `images` says that they are handed
-    on beside it.
+    with images are refused, since no file format has pixels, unless `images` keeps them in the rows.
     """
-    samples: list[Sample] = []
+    rows: list[Row] = []
     records: list[RolloutRecord] = []
     with usage_errors("these groups are no batch"):
         for group in groups:
@@ -42,13 +50,13 @@ def from_groups(
                 if record.trains:
                     if not images:
                         _refuse_images(finished)
-                    samples.extend(samples_of(record, finished, form))
+                    rows.extend(rows_in_form(record, finished, form))
             check_against_turns([group])
-        return Batch(form=form, samples=tuple(samples), rollouts=tuple(records))
+        return Batch(form=form, rows=tuple(rows), rollouts=tuple(records))
 
 
 def _refuse_images(finished: RolloutResult) -> None:
-    """Trained without its pixels, a row would be another one than was sampled."""
+    """Refuse a rollout with images: without its pixels the row is not what was sampled."""
     for turn in finished.turns:
         if turn.images or any(message.images for message in turn.messages):
             where = f"rollout {finished.rollout.id}, turn {turn.id}"
@@ -71,7 +79,7 @@ def record_of(finished: RolloutResult, group: Group, floor: float = 0.0) -> Roll
         outcome = structs.replace(
             outcome,
             turn_rewards=by_trained_turn(finished, outcome.turn_rewards),
-            named_turn_rewards={name: by_trained_turn(finished, given) for name, given in named},
+            named_turn_rewards={name: by_trained_turn(finished, rewards) for name, rewards in named},
         )
     return RolloutRecord(
         rollout=finished.rollout,
@@ -84,12 +92,12 @@ def record_of(finished: RolloutResult, group: Group, floor: float = 0.0) -> Roll
     )
 
 
-def samples_of(record: RolloutRecord, finished: RolloutResult, form: Form) -> list[Sample]:
-    known = owned_turns(finished)
+def rows_in_form(record: RolloutRecord, finished: RolloutResult, form: Form) -> list[Row]:
+    turns = owned_turns(finished)
     rows = finished.trajectories
     if form == "per_turn":
-        rows = sorted(split(rows), key=lambda row: known[row.turns[0].id].order)
-    return [sample_of(record, n, row, known) for n, row in enumerate(rows)]
+        rows = sorted(split(rows), key=lambda row: turns[row.turns[0].id].order)
+    return [row_of(record, n, row, turns, row_images(finished, row)) for n, row in enumerate(rows)]
 
 
 def split(rows: Sequence[Trajectory]) -> list[Trajectory]:
@@ -100,14 +108,12 @@ def split(rows: Sequence[Trajectory]) -> list[Trajectory]:
 
 def _only(row: Trajectory, turn: TurnRange, total: int) -> Trajectory:
     start, end = turn.start, turn.end
-    spans = (
-        VersionSpan(start + s.start, start + s.end, s.low, s.high) for s in moved(row.versions, start, end)
-    )
+    spans = shift_spans(row.versions, start, end)
     return Trajectory(
         token_ids=row.token_ids[:end],
         loss_mask=(0,) * start + row.loss_mask[start:end],
         logprobs=(0.0,) * start + row.logprobs[start:end],
-        versions=tuple(spans),
+        versions=tuple(VersionSpan(start + s.start, start + s.end, s.low, s.high) for s in spans),
         turns=(turn,),
         weight=(end - start) / total,
     )
@@ -117,7 +123,7 @@ def _only(row: Trajectory, turn: TurnRange, total: int) -> Trajectory:
 
 
 def owned_turns(finished: RolloutResult) -> dict[str, OwnedTurn]:
-    """What rows own, with each turn's place in the rollout: from the turns, or from the rows without them."""
+    """Owned turns with their place in the turn tree, from recorded turns or, without those, from the rows."""
     owned: dict[str, tuple[Trajectory, TurnRange]] = {}
     for row in finished.trajectories:
         for turn in row.turns:
@@ -137,7 +143,7 @@ Owned = Mapping[str, tuple[Trajectory, TurnRange]]
 
 
 def _from_turns(finished: RolloutResult, owned: Owned, turns: Mapping[str, Turn]) -> dict[str, OwnedTurn]:
-    known: dict[str, OwnedTurn] = {}
+    result: dict[str, OwnedTurn] = {}
     for turn in finished.turns:
         if turn.id not in owned:
             continue
@@ -149,32 +155,31 @@ def _from_turns(finished: RolloutResult, owned: Owned, turns: Mapping[str, Turn]
         parent = turn.parent
         while parent is not None and parent not in owned:
             parent = turns[parent].parent
-        made = _owned(place, order=len(known), parent=parent or "")
-        known[turn.id] = structs.replace(
-            made,
+        result[turn.id] = structs.replace(
+            _owned(place, order=len(result), parent=parent or ""),
             top_p=turn.sampling.top_p,
             top_k=turn.sampling.top_k,
             finish_reason=str(turn.finish_reason or ""),
         )
-    return known
+    return result
 
 
 def _from_rows(rows: Sequence[Trajectory]) -> dict[str, OwnedTurn]:
-    """By what the rows have in common. A row ends with a turn that nothing extends, and owns what follows
-    the turn it branched at."""
-    known: dict[str, OwnedTurn] = {}
+    """Derives parents from common prefixes. A row ends with a leaf turn and owns what follows its branch
+    point."""
+    result: dict[str, OwnedTurn] = {}
     inner: list[tuple[TurnRange, Trajectory]] = []  # of the rows before
     for row in rows:
         above = _deepest(row, inner)
         for turn in row.turns:
-            known[turn.id] = _owned(turn, order=len(known), parent=above)
+            result[turn.id] = _owned(turn, order=len(result), parent=above)
             above = turn.id
         inner += [(turn, row) for turn in row.turns[:-1]]
-    return known
+    return result
 
 
 def _deepest(row: Trajectory, inner: Sequence[tuple[TurnRange, Trajectory]]) -> str:
-    """The turn that the first one of this row follows; "" for none."""
+    """Id of the deepest turn whose sequence the row begins with; "" for none."""
     best, end = "", 0
     for turn, other in inner:
         if end < turn.end <= row.turns[0].start and other.token_ids[: turn.end] == row.token_ids[: turn.end]:
@@ -200,10 +205,10 @@ def _owned(turn: TurnRange, *, order: int, parent: str) -> OwnedTurn:
 
 
 def to_groups(batch: Batch) -> list[Group]:
-    """In the order in which the batch has them."""
-    rows: dict[str, list[Sample]] = {}
-    for sample in batch.samples:
-        rows.setdefault(sample.rollout_id, []).append(sample)
+    """The groups of a batch, in its order."""
+    rows: dict[str, list[Row]] = {}
+    for row in batch.rows:
+        rows.setdefault(row.rollout_id, []).append(row)
     groups: dict[str, list[RolloutRecord]] = {}
     for record in batch.rollouts:
         groups.setdefault(record.rollout.group_id, []).append(record)
@@ -211,11 +216,11 @@ def to_groups(batch: Batch) -> list[Group]:
         return [_group(records, rows) for records in groups.values()]
 
 
-def _group(records: Sequence[RolloutRecord], rows: Mapping[str, list[Sample]]) -> Group:
+def _group(records: Sequence[RolloutRecord], rows: Mapping[str, list[Row]]) -> Group:
     first = records[0]
     for record in records:
-        theirs = (record.rollout.task.id, record.epoch, record.rollout.split)
-        if theirs != (first.rollout.task.id, first.epoch, first.rollout.split):
+        key = (record.rollout.task.id, record.epoch, record.rollout.split)
+        if key != (first.rollout.task.id, first.epoch, first.rollout.split):
             raise ValueError(
                 f"rollout {record.rollout.id}: its task, epoch or split is not that of group"
                 f" {record.rollout.group_id}"
@@ -234,9 +239,9 @@ def _group(records: Sequence[RolloutRecord], rows: Mapping[str, list[Sample]]) -
     )
 
 
-def _finished(record: RolloutRecord, rows: Sequence[Sample]) -> RolloutResult:
+def _finished(record: RolloutRecord, rows: Sequence[Row]) -> RolloutResult:
     turns: tuple[Turn, ...] = ()
-    rebuilt = tuple(row.trajectory for row in rows)
+    rebuilt = tuple(row.assembled for row in rows)
     if all(turn.finish_reason for row in rows for turn in row.turns):
         turns = tuple(turns_of(nodes_of(rows)))
         rebuilt = trajectories.linear(TurnTree(turns)).trajectories

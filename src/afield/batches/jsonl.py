@@ -1,7 +1,7 @@
-"""Batches and trees as JSON lines: a head, then a line per rollout, then one per sample or node.
+"""JSONL form of batches and trees: a header, a line per rollout, a line per row or node.
 
-Numbers are written so that they come back bit for bit. The head says how many lines follow, so a file that
-was cut short is refused; so is whatever does not line up, by line, rollout and turn.
+Numbers are written so that they are read back bit for bit. The header counts the lines that follow, so a
+truncated file is refused. Errors name line, rollout and turn.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from afield import wire
-from afield.batches.sample import Batch, RolloutRecord, Sample, convert_row, usage_errors
+from afield.batches.rows import Batch, RolloutRecord, RowColumns, convert_columns, records_by_id, usage_errors
 from afield.batches.tree import Node, TreeBatch
 from afield.errors import UsageError
 
@@ -23,18 +23,24 @@ T = TypeVar("T")
 
 
 class FileHeader(Struct, frozen=True, kw_only=True):
-    """The first line."""
+    """The first line of a JSONL file, and the schema metadata of a Parquet file."""
 
     format: Literal["afield-batch"] = FORMAT
     v: int = wire.VERSION
+    """Format version."""
     form: Literal["linear", "per_turn", "tree"]
     rollouts: int
+    """Number of rollout records."""
     rows: int
+    """Number of rows or nodes."""
 
 
 def write_jsonl(path: Path, batch: Batch | TreeBatch) -> None:
-    rows = batch.nodes if isinstance(batch, TreeBatch) else batch.samples
-    form = "tree" if isinstance(batch, TreeBatch) else batch.form
+    if isinstance(batch, TreeBatch):
+        form, rows = "tree", batch.nodes
+    else:
+        records = records_by_id(batch.rollouts)
+        form, rows = batch.form, tuple(row.columns(records[row.rollout_id]) for row in batch.rows)
     head = FileHeader(form=form, rollouts=len(batch.rollouts), rows=len(rows))
     encoder = msgspec.json.Encoder()
     with path.open("wb") as out:
@@ -44,7 +50,7 @@ def write_jsonl(path: Path, batch: Batch | TreeBatch) -> None:
 
 
 def read_jsonl(path: Path) -> Batch | TreeBatch:
-    """What `write_jsonl` wrote."""
+    """Read a file that `write_jsonl` wrote."""
     try:
         with path.open("rb") as file:
             return _read(path, enumerate(file, 1))
@@ -58,11 +64,11 @@ def _read(path: Path, lines: Iterator[tuple[int, bytes]]) -> Batch | TreeBatch:
         raise UsageError(f"{path} has format version {head.v}; this afield reads {wire.VERSION}: upgrade it")
     rollouts = tuple(_next(path, lines, RolloutRecord) for _ in range(head.rollouts))
     nodes: tuple[Node, ...] = ()
-    samples: tuple[Sample, ...] = ()
+    columns: tuple[RowColumns, ...] = ()
     if head.form == "tree":
         nodes = tuple(_row(path, lines, Node) for _ in range(head.rows))
     else:
-        samples = tuple(_row(path, lines, Sample) for _ in range(head.rows))
+        columns = tuple(_row(path, lines, RowColumns) for _ in range(head.rows))
     if (more := next(lines, None)) is not None:
         raise UsageError(
             f"{path} line {more[0]}: there is more than the {head.rows} rows that its head names"
@@ -70,7 +76,9 @@ def _read(path: Path, lines: Iterator[tuple[int, bytes]]) -> Batch | TreeBatch:
     with usage_errors(f"{path} does not line up"):
         if head.form == "tree":
             return TreeBatch(nodes=nodes, rollouts=rollouts)
-        return Batch(form=head.form, samples=samples, rollouts=rollouts)
+        records = records_by_id(rollouts)
+        rows = tuple(row.to_row(records.get(row.rollout_id)) for row in columns)
+        return Batch(form=head.form, rows=rows, rollouts=rollouts)
 
 
 def _row(path: Path, lines: Iterator[tuple[int, bytes]], into: type[T]) -> T:
@@ -79,7 +87,7 @@ def _row(path: Path, lines: Iterator[tuple[int, bytes]], into: type[T]) -> T:
         return msgspec.json.decode(line, type=into)
     except msgspec.DecodeError:
         with usage_errors(f"{path} line {number}"):
-            return convert_row(msgspec.json.decode(line, type=dict[str, Any]), into)
+            return convert_columns(msgspec.json.decode(line, type=dict[str, Any]), into)
 
 
 def _next(path: Path, lines: Iterator[tuple[int, bytes]], into: type[T]) -> T:
@@ -91,5 +99,5 @@ def _next(path: Path, lines: Iterator[tuple[int, bytes]], into: type[T]) -> T:
 def _line(path: Path, lines: Iterator[tuple[int, bytes]], into: type[Any]) -> tuple[int, bytes]:
     number, line = next(lines, (0, b""))
     if not number:
-        raise UsageError(f"{path} is cut short: it ends where a {into.__name__.lower()} should follow")
+        raise UsageError(f"{path} is cut short: it ends where a {into.__name__} should follow")
     return number, line

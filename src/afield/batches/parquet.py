@@ -1,8 +1,9 @@
-"""Batches and trees as Parquet, one table: a line per sample or node, and one per rollout without any.
+"""Parquet form of batches and trees: one table, a line per row or node.
 
-Token ids, masks, log-probabilities (doubles), versions and turns are columns of their own; what is known of
-the rollout is repeated on each of its lines, whole as JSON in `record` and in part as columns to filter by.
-Reading takes the JSON for true and refuses lines whose columns say otherwise. Needs pyarrow, extra `batches`.
+Token ids, masks, log-probabilities (doubles), versions and turns have their own columns. The rollout's record
+is repeated on each of its lines, whole as JSON in `record` and in part as columns to filter by; a rollout
+without rows has one line. Reading trusts the JSON and refuses lines whose columns differ from it. Needs
+pyarrow (extra `batches`).
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ import msgspec
 
 from afield import wire
 from afield.batches.jsonl import FileHeader
-from afield.batches.sample import (
+from afield.batches.rows import (
     Batch,
     RolloutRecord,
-    Sample,
-    convert_row,
-    describe_row,
+    Row,
+    RowColumns,
+    convert_columns,
+    describe_columns,
     failure_kind,
     in_order,
+    records_by_id,
     usage_errors,
 )
 from afield.batches.tree import Node, TreeBatch
@@ -39,7 +42,9 @@ def write_parquet(path: Path, batch: Batch | TreeBatch) -> None:
     if isinstance(batch, TreeBatch):
         form, rows, columns = "tree", batch.nodes, _node_columns(arrow)
     else:
-        form, rows, columns = batch.form, batch.samples, _sample_columns(arrow)
+        records = records_by_id(batch.rollouts)
+        rows = tuple(row.columns(records[row.rollout_id]) for row in batch.rows)
+        form, columns = batch.form, _row_columns(arrow)
     head = FileHeader(form=form, rollouts=len(batch.rollouts), rows=len(rows))
     schema = arrow.schema([*_record_columns(arrow), *columns], metadata={HEAD: msgspec.json.encode(head)})
     table = arrow.Table.from_pylist(list(_lines(batch.rollouts, rows)), schema=schema)
@@ -47,7 +52,7 @@ def write_parquet(path: Path, batch: Batch | TreeBatch) -> None:
 
 
 def read_parquet(path: Path) -> Batch | TreeBatch:
-    """What `write_parquet` wrote."""
+    """Read a file that `write_parquet` wrote."""
     arrow = _pyarrow()
     import pyarrow.parquet
 
@@ -56,12 +61,12 @@ def read_parquet(path: Path) -> Batch | TreeBatch:
     except (OSError, arrow.ArrowException) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
     head = _head(path, table.schema.metadata or {})
-    columns = _node_columns(arrow) if head.form == "tree" else _sample_columns(arrow)
-    wanted = [name for name, _ in (*_record_columns(arrow), *columns)]
-    if missing := [name for name in wanted if name not in table.column_names]:
+    columns = _node_columns(arrow) if head.form == "tree" else _row_columns(arrow)
+    expected = [name for name, _ in (*_record_columns(arrow), *columns)]
+    if missing := [name for name in expected if name not in table.column_names]:
         raise UsageError(f"{path} has no column {missing[0]!r}; `write_parquet` makes a table that has")
     records: dict[str, tuple[int, RolloutRecord]] = {}
-    samples: list[Sample] = []
+    parsed: list[Row] = []
     nodes: list[Node] = []
     rows = 0
     for number, line in enumerate(table.to_pylist()):
@@ -74,15 +79,15 @@ def read_parquet(path: Path) -> Batch | TreeBatch:
             if head.form == "tree":
                 nodes.append(_node(line))
             else:
-                samples.append(_sample(line))
+                parsed.append(_row(line))
     if (rows, len(records)) != (head.rows, head.rollouts):
-        told = f"{rows} rows of {len(records)} rollouts, and its head names {head.rows} of {head.rollouts}"
-        raise UsageError(f"{path} has {told}: write it as a whole")
-    rollouts = tuple(record for _, record in sorted(records.values(), key=lambda known: known[0]))
+        counts = f"{rows} rows of {len(records)} rollouts, and its head names {head.rows} of {head.rollouts}"
+        raise UsageError(f"{path} has {counts}: write it as a whole")
+    rollouts = tuple(record for _, record in sorted(records.values(), key=lambda pair: pair[0]))
     with usage_errors(f"{path} does not line up"):
         if head.form == "tree":
             return TreeBatch(nodes=tuple(nodes), rollouts=rollouts)
-        return Batch(form=head.form, samples=in_order(samples), rollouts=rollouts)
+        return Batch(form=head.form, rows=in_order(parsed), rollouts=rollouts)
 
 
 def _pyarrow() -> Any:
@@ -106,16 +111,15 @@ def _head(path: Path, metadata: dict[bytes, bytes]) -> FileHeader:
 # --- lines ---------------------------------------------------------------------------------------
 
 
-def _lines(records: Iterable[RolloutRecord], rows: Iterable[Sample | Node]) -> Iterable[dict[str, Any]]:
-    """In the order of the rows, then what has none."""
-    known = {record.rollout.id: (n, record) for n, record in enumerate(records)}
-    about = {rollout_id: _record_line(n, record) for rollout_id, (n, record) in known.items()}
-    shown: set[str] = set()
+def _lines(records: Iterable[RolloutRecord], rows: Iterable[RowColumns | Node]) -> Iterable[dict[str, Any]]:
+    """The rows in order, then the rollouts without rows."""
+    by_rollout = {record.rollout.id: _record_line(n, record) for n, record in enumerate(records)}
+    with_rows: set[str] = set()
     for n, row in enumerate(rows):
-        shown.add(row.rollout_id)
-        line = _sample_line(row) if isinstance(row, Sample) else _node_line(n, row)
-        yield {**about.get(row.rollout_id, {}), **line}
-    yield from (line for rollout_id, line in about.items() if rollout_id not in shown)
+        with_rows.add(row.rollout_id)
+        line = _row_line(row) if isinstance(row, RowColumns) else _node_line(n, row)
+        yield {**by_rollout.get(row.rollout_id, {}), **line}
+    yield from (line for rollout_id, line in by_rollout.items() if rollout_id not in with_rows)
 
 
 def _record_line(number: int, record: RolloutRecord) -> dict[str, Any]:
@@ -148,26 +152,18 @@ def _remember(records: dict[str, tuple[int, RolloutRecord]], line: dict[str, Any
         raise ValueError(f"rollout {record.rollout.id} has two records that differ")
 
 
-def _sample_line(sample: Sample) -> dict[str, Any]:
-    """What is known of the rollout stands in its own columns."""
-    return {
-        "row": sample.row,
-        "prompt_ids": sample.prompt_ids,
-        "response_ids": sample.response_ids,
-        "response_mask": sample.response_mask,
-        "logprobs": sample.logprobs,
-        "versions": _spans(sample),
-        "turns": [msgspec.to_builtins(turn) for turn in sample.turns],
-        "weight": sample.weight,
-    }
+def _row_line(row: RowColumns) -> dict[str, Any]:
+    """The columns of a row that its record does not have."""
+    line = {name: getattr(row, name) for name in _ROW}
+    return line | {"versions": _spans(row), "turns": [msgspec.to_builtins(turn) for turn in row.turns]}
 
 
-def _sample(line: dict[str, Any]) -> Sample:
+def _row(line: dict[str, Any]) -> Row:
     if line["record"] is None:
-        raise ValueError(f"{describe_row(line)}: it has no record, the column 'record' is null")
+        raise ValueError(f"{describe_columns(line)}: it has no record, the column 'record' is null")
     record = msgspec.json.decode(line["record"], type=RolloutRecord)
-    given = {
-        **{name: line[name] for name in _SAMPLE},
+    columns = {
+        **{name: line[name] for name in _ROW},
         "versions": _read_spans(line["versions"]),
         "rollout_id": record.rollout.id,
         "group_id": record.rollout.group_id,
@@ -176,7 +172,7 @@ def _sample(line: dict[str, Any]) -> Sample:
         "failure": failure_kind(record.outcome),
         "attempts": record.attempts,
     }
-    return convert_row(given, Sample)
+    return convert_columns(columns, RowColumns).to_row(record)
 
 
 def _node_line(number: int, node: Node) -> dict[str, Any]:
@@ -195,18 +191,18 @@ def _node_line(number: int, node: Node) -> dict[str, Any]:
 
 def _node(line: dict[str, Any]) -> Node:
     if line["record"] is None and line["rollout_id"]:
-        raise ValueError(f"{describe_row(line)}: it has no record, the column 'record' is null")
-    given = {**{name: line[name] for name in Node.__struct_fields__}}
-    given["versions"] = _read_spans(line["versions"])
-    return convert_row(given, Node)
+        raise ValueError(f"{describe_columns(line)}: it has no record, the column 'record' is null")
+    columns = {name: line[name] for name in Node.__struct_fields__}
+    columns["versions"] = _read_spans(line["versions"])
+    return convert_columns(columns, Node)
 
 
-def _spans(row: Sample | Node) -> list[dict[str, int]]:
+def _spans(row: RowColumns | Node) -> list[dict[str, int]]:
     return [{name: getattr(span, name) for name in SPAN} for span in row.versions]
 
 
 def _read_spans(spans: list[dict[str, Any] | None] | None) -> list[list[Any] | None] | None:
-    """As they are; what is null there is refused with all else."""
+    """Spans as lists; nulls stay, and are refused by the conversion."""
     if spans is None:
         return None
     return [None if span is None else [span[name] for name in SPAN] for span in spans]
@@ -214,7 +210,7 @@ def _read_spans(spans: list[dict[str, Any] | None] | None) -> list[list[Any] | N
 
 # --- columns -------------------------------------------------------------------------------------
 
-_SAMPLE = ("row", "prompt_ids", "response_ids", "response_mask", "logprobs", "turns", "weight")
+_ROW = ("row", "prompt_ids", "response_ids", "response_mask", "logprobs", "turns", "weight")
 
 
 def _record_columns(arrow: Any) -> list[tuple[str, Any]]:
@@ -236,7 +232,7 @@ def _record_columns(arrow: Any) -> list[tuple[str, Any]]:
     ]
 
 
-def _sample_columns(arrow: Any) -> list[tuple[str, Any]]:
+def _row_columns(arrow: Any) -> list[tuple[str, Any]]:
     ids, real = arrow.list_(arrow.int64()), arrow.float64()
     return [
         ("prompt_ids", ids),

@@ -21,10 +21,10 @@ from afield.types import Failure, FailureKind, Group, Outcome, Reason, RolloutRe
 
 
 def weigh_rewards(groups: Iterable[Group], weights: Mapping[str, float]) -> list[Group]:
-    """The same groups, each outcome's reward being its named rewards by these weights; and the reward of each
-    turn the one without a name and its named ones by the same weights.
+    """The groups with each reward replaced by the weighted sum of the outcome's named rewards.
 
-    Outcomes that carry none stay as they are: failures, which have a type or the floor in its place.
+    A turn's reward becomes its unnamed reward plus the weighted sum of its named ones. Failures without a
+    reward stay as they are.
     """
     if not weights:
         raise UsageError("no weights: name each reward, such as {'format': 0.2, 'answer': 0.8}")
@@ -33,14 +33,14 @@ def weigh_rewards(groups: Iterable[Group], weights: Mapping[str, float]) -> list
     return [
         structs.replace(
             group,
-            finished=tuple(_weighed(finished, weights) for finished in group.finished),
-            baseline=_weighed(group.baseline, weights) if group.baseline else None,
+            finished=tuple(_weigh(finished, weights) for finished in group.finished),
+            baseline=_weigh(group.baseline, weights) if group.baseline else None,
         )
         for group in groups
     ]
 
 
-def _weighed(finished: RolloutResult, weights: Mapping[str, float]) -> RolloutResult:
+def _weigh(finished: RolloutResult, weights: Mapping[str, float]) -> RolloutResult:
     outcome = finished.outcome
     reward = None if outcome.reward is None else weighted_sum(outcome, weights)
     by_turn = outcome.turn_rewards
@@ -70,38 +70,38 @@ def turn_returns(
     discount: float = 1.0,
     floor: float = 0.0,
 ) -> dict[str, dict[str, float]]:
-    """By rollout and trained turn: its reward and, discounted, those of the turns after it.
+    """Discounted return of each trained turn, by rollout id and turn id.
 
-    Turns follow each other in the order they were committed, whatever branch they are on. `outcome` says
-    whether the rollout's own reward (or the floor) counts as one of its last trained turn, or is left out.
-    Rollouts without a reward have no returns; baselines have.
+    Turns follow each other in commit order, whatever their branch. `outcome` "last" adds the rollout's own
+    reward (or the floor) to its last trained turn, "leave" leaves it out. Rollouts without a reward have no
+    returns; baselines have.
     """
     if not 0 <= discount <= 1:
         raise UsageError(f"discount {discount} must be from 0 to 1")
     if outcome not in ("last", "leave"):
         raise UsageError(f"unknown outcome {outcome!r}; choose one of: last, leave")
-    made: dict[str, dict[str, float]] = {}
+    by_rollout: dict[str, dict[str, float]] = {}
     for group in groups:
         for finished in (*group.finished, *([group.baseline] if group.baseline else [])):
             reward = finished.outcome.reward_or_floor(floor)
             if reward is not None:
                 final = reward if outcome == "last" else 0.0
-                made[finished.rollout.id] = _returns(finished, final, discount)
-    return made
+                by_rollout[finished.rollout.id] = _returns(finished, final, discount)
+    return by_rollout
 
 
 def _returns(finished: RolloutResult, final: float, discount: float) -> dict[str, float]:
-    given, trained = turn_rewards(finished), trained_turns(finished)
+    rewards, trained = turn_rewards(finished), trained_turns(finished)
     returns: dict[str, float] = {}
     running = 0.0
     for turn_id in reversed(trained):
-        running = given.get(turn_id, 0.0) + (final if turn_id == trained[-1] else 0.0) + discount * running
+        running = rewards.get(turn_id, 0.0) + (final if turn_id == trained[-1] else 0.0) + discount * running
         returns[turn_id] = running
     return {turn_id: returns[turn_id] for turn_id in trained}
 
 
 def trained_turns(finished: RolloutResult) -> list[str]:
-    """In the order they were committed; where the turns were not kept, as the rows have them."""
+    """Ids of trained turns in commit order, or in row order where turns were not kept."""
     owned = [turn.id for row in finished.trajectories for turn in row.turns]
     if not finished.turns:
         return owned
@@ -112,37 +112,36 @@ def trained_turns(finished: RolloutResult) -> list[str]:
 
 
 def turn_rewards(finished: RolloutResult, weights: Mapping[str, float] | None = None) -> dict[str, float]:
-    """By the id of a trained turn, however the outcome names it: the reward without a name and, with
-    `weights`, the named ones by their weights.
+    """Rewards by the id of trained turns: the unnamed reward and, with `weights`, the weighted named ones.
 
-    What a turn got that is not trained counts for the trained one before it, and for none if there is none.
+    The reward of a turn that is not trained counts for the trained turn before it, if there is one.
     """
     rewards = by_trained_turn(finished, finished.outcome.turn_rewards)
-    for name, given in finished.outcome.named_turn_rewards.items() if weights is not None else ():
-        for turn_id, value in by_trained_turn(finished, given).items():
+    for name, named in finished.outcome.named_turn_rewards.items() if weights is not None else ():
+        for turn_id, value in by_trained_turn(finished, named).items():
             rewards[turn_id] = rewards.get(turn_id, 0.0) + (weights or {})[name] * value
     return rewards
 
 
-def by_trained_turn(finished: RolloutResult, given: Mapping[str, float]) -> dict[str, float]:
+def by_trained_turn(finished: RolloutResult, by_name: Mapping[str, float]) -> dict[str, float]:
     """Rewards by the ids of trained turns."""
-    if not given:
+    if not by_name:
         return {}
     trained = trained_turns(finished)
-    known = [turn.id for turn in finished.turns] or trained
+    turn_ids = [turn.id for turn in finished.turns] or trained
     answered = [turn.id for turn in finished.turns if turn.status is TurnStatus.COMMITTED] or trained
     named: dict[str, float] = {}
-    for name, value in given.items():
-        turn_id = turn_named(name, known, answered)
+    for name, value in by_name.items():
+        turn_id = turn_named(name, turn_ids, answered)
         where = f"rollout {finished.rollout.id}, turn {name!r}"
         if turn_id is None:
-            raise UsageError(f"{where} has a reward, and there is no such turn; it has: {listed(known)}")
+            raise UsageError(f"{where} has a reward, and there is no such turn; it has: {listed(turn_ids)}")
         if turn_id in named:
             raise UsageError(f"{where} has two rewards; it is {turn_id}, which was named already")
         named[turn_id] = value
     rewards: dict[str, float] = {}
     before, owned = None, set(trained)
-    for turn_id in known:
+    for turn_id in turn_ids:
         before = turn_id if turn_id in owned else before
         if turn_id in named and before is not None:
             rewards[before] = rewards.get(before, 0.0) + named[turn_id]
@@ -152,8 +151,8 @@ def by_trained_turn(finished: RolloutResult, given: Mapping[str, float]) -> dict
 def unused_turn_rewards(
     groups: Iterable[Group], *, credit: Literal["outcome", "turns"], weights: Mapping[str, float]
 ) -> int:
-    """How many rewards of turns training does not look at: all of them where it credits whole rollouts, those
-    with a name where nothing weighs them."""
+    """Number of per-turn rewards that training ignores: all with credit "outcome", the named ones without
+    weights."""
     outcomes = [finished.outcome for group in groups for finished in group.finished]
     named = sum(len(turns) for one in outcomes for turns in one.named_turn_rewards.values())
     if credit == "outcome":
@@ -161,25 +160,23 @@ def unused_turn_rewards(
     return 0 if weights else named
 
 
-# --- before it is too late -----------------------------------------------------------------------
+# --- validation ----------------------------------------------------------------------------------
 
 
 def validated_outcome(
     finished: RolloutResult, names: Iterable[str] = (), max_reward: float = math.inf
 ) -> Outcome:
-    """Its outcome; or, where rewards name what is not there or are out of bounds, the verifier's failure in
-    its place.
+    """The outcome, or a verifier failure if a reward names an unknown turn or name, or is out of bounds.
 
-    `names` are those of the rewards that training weighs, if it does. A failure stays what it is, and has no
-    rewards any more.
+    `names` are the rewards that training weighs. A failed outcome keeps its failure and loses its rewards.
     """
     outcome = finished.outcome
     if outcome.reward_or_floor(0.0) is None:
         return outcome
     try:
         _check_size(outcome, max_reward)
-        for given in (outcome.turn_rewards, *outcome.named_turn_rewards.values()):
-            by_trained_turn(finished, given)
+        for rewards in (outcome.turn_rewards, *outcome.named_turn_rewards.values()):
+            by_trained_turn(finished, rewards)
         if outcome.reward is not None and (weights := dict.fromkeys(names, 1.0)):
             weighted_sum(outcome, weights)
     except UsageError as error:

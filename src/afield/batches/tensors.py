@@ -1,9 +1,9 @@
-"""Batches as a TensorDict, padded as trainers expect: prompts on the left, responses on the right.
+"""TensorDict form of a batch: prompts padded on the left, responses on the right.
 
-Real numbers become float32 unless `dtype` says float64: then, and only then, they come back bit for bit.
-Where a response token is not owned its log-probability is 0 and its versions are -1. What is no tensor
-(ids, turns, records) travels along as non-tensor data, so that `from_tensordict` gives the batch back, also
-from a part of the rows that holds whole rollouts. Needs torch and tensordict (extra `batches`).
+Real numbers become float32 unless `dtype` is float64, the only one that is read back bit for bit. Where a
+response token is not owned, its log-probability is 0 and its versions are -1. Ids, turns and records travel
+as non-tensor data, so that `from_tensordict` restores the batch, also from a slice that holds whole rollouts.
+Needs torch and tensordict (extra `batches`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from afield.batches.sample import (
+from afield.batches.rows import (
     Batch,
     OwnedTurn,
     RolloutRecord,
-    Sample,
-    describe_row,
+    Row,
+    RowColumns,
+    describe_columns,
     failure_kind,
     in_order,
+    records_by_id,
     usage_errors,
 )
 from afield.errors import UsageError
@@ -53,40 +55,41 @@ def to_tensordict(
     response_length: int | None = None,
     dtype: Any = None,
 ) -> Any:
-    """One row per sample. The lengths are the longest there is, or those that are given.
+    """One line per row. Lengths are those of the longest row unless given.
 
     Tensors: `prompts`, `responses`, `input_ids`, `attention_mask`, `position_ids`, `response_mask`,
     `rollout_log_probs`, `scores` (the rollout's, on the row's last owned token), `temperature`,
-    `version_low`, `version_high`, `weight`, `row`, and `rollout`, the place of the rollout in the batch.
-    Texts: `rollout_id`, `group_id`, `turns`, `versions`, `record` of each row; `form` and `rowless` of all.
+    `version_low`, `version_high`, `weight`, `row`, and `rollout`, the rollout's index in the batch.
+    Text per row: `rollout_id`, `group_id`, `turns`, `versions`, `record`; per batch: `form` and `rowless`.
     """
     torch, tensordict = _libraries()
-    if not batch.samples:
+    if not batch.rows:
         raise UsageError("a batch without rows has no tensors: no rollout in it carries a reward")
-    samples = batch.samples
-    prompt = _length("prompt", [len(s.prompt_ids) for s in samples], prompt_length, batch)
-    response = _length("response", [len(s.response_ids) for s in samples], response_length, batch)
-    places = {record.rollout.id: n for n, record in enumerate(batch.rollouts)}
+    records = records_by_id(batch.rollouts)
+    rows = [row.columns(records[row.rollout_id]) for row in batch.rows]
+    prompt = _length("prompt", [len(row.prompt_ids) for row in rows], prompt_length, batch)
+    response = _length("response", [len(row.response_ids) for row in rows], response_length, batch)
+    index = {record.rollout.id: n for n, record in enumerate(batch.rollouts)}
     tensors = {
-        **_ids(samples, prompt, response, pad_token_id),
-        **_per_token(samples, response, dtype or torch.float32),
-        "weight": torch.tensor([s.weight for s in samples], dtype=dtype or torch.float32),
-        "row": torch.tensor([s.row for s in samples]),
-        "rollout": torch.tensor([places[s.rollout_id] for s in samples]),
+        **_ids(rows, prompt, response, pad_token_id),
+        **_per_token(rows, response, dtype or torch.float32),
+        "weight": torch.tensor([row.weight for row in rows], dtype=dtype or torch.float32),
+        "row": torch.tensor([row.row for row in rows]),
+        "rollout": torch.tensor([index[row.rollout_id] for row in rows]),
     }
-    made = tensordict.TensorDict(tensors, batch_size=[len(samples)])
-    return _with_others(made, batch, tensordict)
+    result = tensordict.TensorDict(tensors, batch_size=[len(rows)])
+    return _add_text(result, rows, batch, tensordict)
 
 
-def _ids(samples: Sequence[Sample], prompt: int, response: int, pad: int) -> dict[str, Any]:
+def _ids(rows: Sequence[RowColumns], prompt: int, response: int, pad: int) -> dict[str, Any]:
     import torch
 
-    prompts = torch.tensor([_left(s.prompt_ids, prompt, pad) for s in samples])
-    responses = torch.tensor([_right(s.response_ids, response, pad) for s in samples])
+    prompts = torch.tensor([_left(row.prompt_ids, prompt, pad) for row in rows])
+    responses = torch.tensor([_right(row.response_ids, response, pad) for row in rows])
     attention = torch.tensor(
         [
-            _left([1] * len(s.prompt_ids), prompt, 0) + _right([1] * len(s.response_ids), response, 0)
-            for s in samples
+            _left([1] * len(row.prompt_ids), prompt, 0) + _right([1] * len(row.response_ids), response, 0)
+            for row in rows
         ]
     )
     return {
@@ -98,47 +101,49 @@ def _ids(samples: Sequence[Sample], prompt: int, response: int, pad: int) -> dic
     }
 
 
-def _per_token(samples: Sequence[Sample], response: int, dtype: Any) -> dict[str, Any]:
+def _per_token(rows: Sequence[RowColumns], response: int, dtype: Any) -> dict[str, Any]:
     """Of the response tokens."""
     import torch
 
     whole: dict[str, list[list[int]]] = {
-        "response_mask": [_right(s.response_mask, response, 0) for s in samples],
-        "version_low": [_right(_versions(s, "low"), response, UNOWNED) for s in samples],
-        "version_high": [_right(_versions(s, "high"), response, UNOWNED) for s in samples],
+        "response_mask": [_right(row.response_mask, response, 0) for row in rows],
+        "version_low": [_right(_versions(row, "low"), response, UNOWNED) for row in rows],
+        "version_high": [_right(_versions(row, "high"), response, UNOWNED) for row in rows],
     }
     real: dict[str, list[list[float]]] = {
-        "rollout_log_probs": [_right(s.logprobs, response, 0.0) for s in samples],
-        "scores": [_right(_score(s), response, 0.0) for s in samples],
-        "temperature": [_right(_temperatures(s), response, 1.0) for s in samples],
+        "rollout_log_probs": [_right(row.logprobs, response, 0.0) for row in rows],
+        "scores": [_right(_score(row), response, 0.0) for row in rows],
+        "temperature": [_right(_temperatures(row), response, 1.0) for row in rows],
     }
     return {
-        **{name: torch.tensor(rows) for name, rows in whole.items()},
-        **{name: torch.tensor(rows, dtype=dtype) for name, rows in real.items()},
+        **{name: torch.tensor(values) for name, values in whole.items()},
+        **{name: torch.tensor(values, dtype=dtype) for name, values in real.items()},
     }
 
 
-def _with_others(made: Any, batch: Batch, tensordict: Any) -> Any:
-    """Texts, because they survive slicing, stacking and pickling whatever the version of tensordict."""
-    of = {record.rollout.id: msgspec.json.encode(record).decode() for record in batch.rollouts}
-    each = {
-        "rollout_id": [s.rollout_id for s in batch.samples],
-        "group_id": [s.group_id for s in batch.samples],
-        "turns": [msgspec.json.encode(s.turns).decode() for s in batch.samples],
-        "versions": [msgspec.json.encode(s.versions).decode() for s in batch.samples],
-        "record": [of[s.rollout_id] for s in batch.samples],
+def _add_text(result: Any, rows: Sequence[RowColumns], batch: Batch, tensordict: Any) -> Any:
+    """Add what is not a tensor as text, which survives slicing, stacking and pickling in every version of
+    tensordict."""
+    records = {record.rollout.id: msgspec.json.encode(record).decode() for record in batch.rollouts}
+    columns = {
+        "rollout_id": [row.rollout_id for row in rows],
+        "group_id": [row.group_id for row in rows],
+        "turns": [msgspec.json.encode(row.turns).decode() for row in rows],
+        "versions": [msgspec.json.encode(row.versions).decode() for row in rows],
+        "record": [records[row.rollout_id] for row in rows],
     }
-    for name, values in each.items():
-        made[name] = tensordict.NonTensorStack(*values)
-    rows = {s.rollout_id for s in batch.samples}
-    idle = [(n, record) for n, record in enumerate(batch.rollouts) if record.rollout.id not in rows]
-    made["form"] = tensordict.NonTensorData(batch.form, batch_size=made.batch_size)
-    made["rowless"] = tensordict.NonTensorData(msgspec.json.encode(idle).decode(), batch_size=made.batch_size)
-    return made
+    for name, values in columns.items():
+        result[name] = tensordict.NonTensorStack(*values)
+    with_rows = {row.rollout_id for row in rows}
+    rowless = [(n, record) for n, record in enumerate(batch.rollouts) if record.rollout.id not in with_rows]
+    size = result.batch_size
+    result["form"] = tensordict.NonTensorData(batch.form, batch_size=size)
+    result["rowless"] = tensordict.NonTensorData(msgspec.json.encode(rowless).decode(), batch_size=size)
+    return result
 
 
 def from_tensordict(tensors: Any) -> Batch:
-    """What `to_tensordict` made, as exact as its numbers are."""
+    """The batch that `to_tensordict` made, as exact as its numbers are."""
     torch, _ = _libraries()
     there = set(tensors.keys())
     missing = [name for name in (*TENSORS, *OTHERS) if name not in there]
@@ -148,7 +153,7 @@ def from_tensordict(tensors: Any) -> Batch:
     columns = {name: tensors[name].tolist() for name in TENSORS}
     columns |= {name: list(tensors.get(name).tolist()) for name in OTHERS if name not in ("form", "rowless")}
     records: dict[int, RolloutRecord] = {}
-    samples: list[Sample] = []
+    rows: list[Row] = []
     with usage_errors("the TensorDict does not line up"):
         for n in range(len(both)):
             line = {name: values[n] for name, values in columns.items()}
@@ -157,13 +162,13 @@ def from_tensordict(tensors: Any) -> Batch:
                 raise ValueError(f"rollout {line['rollout_id']} has two records that differ")
             if not bool((both[n] == tensors["input_ids"][n]).all()):
                 raise ValueError(f"{_where(line)}: input_ids are not its prompt and response")
-            samples.append(_sample(line, record, lambda value: tensors["scores"].new_tensor(value).item()))
+            rows.append(_row(line, record, lambda value: tensors["scores"].new_tensor(value).item()))
         idle = msgspec.json.decode(tensors["rowless"], type=list[tuple[int, RolloutRecord]])
-        rollouts = [record for _, record in sorted((*records.items(), *idle), key=lambda known: known[0])]
-        return Batch(form=tensors["form"], samples=in_order(samples), rollouts=tuple(rollouts))
+        rollouts = [record for _, record in sorted((*records.items(), *idle), key=lambda pair: pair[0])]
+        return Batch(form=tensors["form"], rows=in_order(rows), rollouts=tuple(rollouts))
 
 
-def _sample(line: dict[str, Any], record: RolloutRecord, rounded: Callable[[float], float]) -> Sample:
+def _row(line: dict[str, Any], record: RolloutRecord, rounded: Callable[[float], float]) -> Row:
     where = _where(line)
     if line["rollout_id"] != record.rollout.id or line["group_id"] != record.rollout.group_id:
         raise ValueError(f"{where}: its record is of rollout {record.rollout.id}")
@@ -174,7 +179,7 @@ def _sample(line: dict[str, Any], record: RolloutRecord, rounded: Callable[[floa
         raise ValueError(f"{where}: its attention mask is not a padded prompt and a padded response")
     if line["position_ids"][width - prompt : width + response] != list(range(prompt + response)):
         raise ValueError(f"{where}: its positions do not count its tokens from 0")
-    sample = Sample(
+    row = RowColumns(
         rollout_id=line["rollout_id"],
         group_id=line["group_id"],
         row=line["row"],
@@ -190,32 +195,32 @@ def _sample(line: dict[str, Any], record: RolloutRecord, rounded: Callable[[floa
         failure=failure_kind(record.outcome),
         attempts=record.attempts,
     )
-    _check_columns(sample, line, rounded)
-    return sample
+    _check_columns(row, line, rounded)
+    return row.to_row(record)
 
 
 def _where(line: dict[str, Any]) -> str:
-    return describe_row(line | {"turns": msgspec.json.decode(line["turns"])})
+    return describe_columns(line | {"turns": msgspec.json.decode(line["turns"])})
 
 
-def _check_columns(sample: Sample, line: dict[str, Any], rounded: Callable[[float], float]) -> None:
-    """What is told twice is told alike, as precisely as the tensors do."""
+def _check_columns(row: RowColumns, line: dict[str, Any], rounded: Callable[[float], float]) -> None:
+    """Columns that repeat others agree with them, up to the precision of the tensors."""
     width = len(line["responses"])
-    told = {
-        "scores": _right([rounded(value) for value in _score(sample)], width, 0.0),
-        "temperature": _right([rounded(value) for value in _temperatures(sample)], width, 1.0),
-        "rollout_log_probs": _right(sample.logprobs, width, 0.0),
-        "version_low": _right(_versions(sample, "low"), width, UNOWNED),
-        "version_high": _right(_versions(sample, "high"), width, UNOWNED),
-        "response_mask": _right(sample.response_mask, width, 0),
+    columns = {
+        "scores": _right([rounded(value) for value in _score(row)], width, 0.0),
+        "temperature": _right([rounded(value) for value in _temperatures(row)], width, 1.0),
+        "rollout_log_probs": _right(row.logprobs, width, 0.0),
+        "version_low": _right(_versions(row, "low"), width, UNOWNED),
+        "version_high": _right(_versions(row, "high"), width, UNOWNED),
+        "response_mask": _right(row.response_mask, width, 0),
     }
-    for name, expected in told.items():
+    for name, expected in columns.items():
         if line[name] != expected:
             at = next(
                 n for n, pair in enumerate(zip(line[name], expected, strict=True)) if pair[0] != pair[1]
             )
-            turn = next((t.id for t in sample.turns if t.start <= at < t.end), sample.turns[-1].id)
-            where = f"rollout {sample.rollout_id}, turn {turn}"
+            turn = next((t.id for t in row.turns if t.start <= at < t.end), row.turns[-1].id)
+            where = f"rollout {row.rollout_id}, turn {turn}"
             raise ValueError(
                 f"{where}: {name} is {line[name][at]} at response token {at}, where {expected[at]} belongs"
             )
@@ -224,12 +229,12 @@ def _check_columns(sample: Sample, line: dict[str, Any], rounded: Callable[[floa
 # --- rows ----------------------------------------------------------------------------------------
 
 
-def _length(what: str, lengths: list[int], wanted: int | None, batch: Batch) -> int:
+def _length(part: str, lengths: list[int], limit: int | None, batch: Batch) -> int:
     longest = max(lengths)
-    if wanted is not None and longest > wanted:
-        where = batch.samples[lengths.index(longest)].where
-        raise UsageError(f"{where}: its {what} has {longest} tokens, more than {what}_length={wanted}")
-    return longest if wanted is None else wanted
+    if limit is not None and longest > limit:
+        where = batch.rows[lengths.index(longest)].where
+        raise UsageError(f"{where}: its {part} has {longest} tokens, more than {part}_length={limit}")
+    return longest if limit is None else limit
 
 
 def _left(values: Sequence[int], width: int, pad: int) -> list[int]:
@@ -240,27 +245,27 @@ def _right(values: Sequence[T], width: int, pad: T) -> list[T]:
     return list(values) + [pad] * (width - len(values))
 
 
-def _last(sample: Sample) -> list[int]:
+def _last(row: RowColumns) -> list[int]:
     """1 at the last owned token."""
-    end = sample.turns[-1].end
-    return [0] * (end - 1) + [1] + [0] * (len(sample.response_ids) - end)
+    end = row.turns[-1].end
+    return [0] * (end - 1) + [1] + [0] * (len(row.response_ids) - end)
 
 
-def _score(sample: Sample) -> list[float]:
-    return [sample.score if last else 0.0 for last in _last(sample)]
+def _score(row: RowColumns) -> list[float]:
+    return [row.score if last else 0.0 for last in _last(row)]
 
 
-def _temperatures(sample: Sample) -> list[float]:
-    values = [1.0] * len(sample.response_ids)
-    for turn in sample.turns:
+def _temperatures(row: RowColumns) -> list[float]:
+    values = [1.0] * len(row.response_ids)
+    for turn in row.turns:
         values[turn.start : turn.end] = [turn.temperature] * (turn.end - turn.start)
     return values
 
 
-def _versions(sample: Sample, which: Literal["low", "high"]) -> list[int]:
-    values = [UNOWNED] * len(sample.response_ids)
-    for span in sample.versions:
-        values[span.start : span.end] = [getattr(span, which)] * (span.end - span.start)
+def _versions(row: RowColumns, bound: Literal["low", "high"]) -> list[int]:
+    values = [UNOWNED] * len(row.response_ids)
+    for span in row.versions:
+        values[span.start : span.end] = [getattr(span, bound)] * (span.end - span.start)
     return values
 
 

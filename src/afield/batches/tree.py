@@ -1,47 +1,52 @@
-"""The same tokens as a table of nodes: each trained turn once, with what it adds to the node above it.
+"""Tree form of a batch: each trained turn once, with the tokens it adds to its parent.
 
-A node's sequence is that of its parent followed by its `context_ids` and `token_ids`. With `share`, what the
-prompts of a group's roots have in common becomes nodes of its own, which no rollout owns. Nodes stand
-behind their parents. `Tree.to_rows` gives the linear batch back, exactly.
+A node's sequence is that of its parent followed by its `context_ids` and `token_ids`. With `share`, prefixes
+that the prompts of a group's roots have in common become nodes of their own, which no rollout owns. Parents
+come before their children. `TreeBatch.to_rows` restores the linear batch exactly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from msgspec import Struct, structs
 
 from afield import trajectories
-from afield.batches.sample import (
+from afield.batches.rows import (
     Batch,
     OwnedTurn,
     RolloutRecord,
-    Sample,
-    by_id,
+    Row,
     check_ids,
     check_logprobs,
     check_rewards,
+    records_by_id,
+    shift_spans,
     usage_errors,
 )
 from afield.turn_tree import TurnTree
-from afield.types import FinishReason, Trajectory, Turn, TurnStatus, VersionSpan, check_cover
+from afield.types import FinishReason, Image, Trajectory, Turn, TurnStatus, VersionSpan, check_cover
 
 ROOT = -1
 
 
 class Node(Struct, frozen=True, kw_only=True):
-    """`parent` is a place in the table, -1 for none. `turn` and `versions` count from the first sampled
-    token. A prompt that rollouts share has no rollout, no turn and no sampled tokens.
-    """
+    """A trained turn, or a prompt prefix that rollouts of a group share."""
 
     group_id: str
     rollout_id: str = ""
+    """Empty for a shared prompt, which has no turn and no sampled tokens."""
     parent: int = ROOT
+    """Index of the parent in the table of nodes; -1 for none."""
     context_ids: tuple[int, ...] = ()
+    """Ids between the parent's sequence and the sampled tokens."""
     token_ids: tuple[int, ...] = ()
+    """Sampled ids."""
     logprobs: tuple[float, ...] = ()
     versions: tuple[VersionSpan, ...] = ()
+    """Version spans, counted from the first sampled token."""
     turn: OwnedTurn | None = None
+    """The turn, counted from the first sampled token."""
 
     def __post_init__(self) -> None:
         where = self.where
@@ -65,24 +70,26 @@ class Node(Struct, frozen=True, kw_only=True):
 
 
 class TreeBatch(Struct, frozen=True, kw_only=True):
+    """A batch as a table of nodes, and a record of every rollout."""
+
     nodes: tuple[Node, ...]
     rollouts: tuple[RolloutRecord, ...]
 
     def __post_init__(self) -> None:
-        known = by_id(self.rollouts)
+        records = records_by_id(self.rollouts)
         seen: dict[str, set[str]] = {}
         for n, node in enumerate(self.nodes):
             self._check_place(n, node)
             if node.turn is None:
                 continue
-            record = known.get(node.rollout_id)
+            record = records.get(node.rollout_id)
             if record is None or record.rollout.group_id != node.group_id or not record.trains:
                 raise ValueError(f"{node.where}: no rollout of group {node.group_id} that trains has this id")
             mine = seen.setdefault(node.rollout_id, set())
             if node.turn.id in mine:
                 raise ValueError(f"{node.where}: it is in the tree more than once")
             mine.add(node.turn.id)
-        for rollout_id, record in known.items():
+        for rollout_id, record in records.items():
             check_rewards(record, seen.get(rollout_id, set()))
 
     def _check_place(self, n: int, node: Node) -> None:
@@ -97,17 +104,16 @@ class TreeBatch(Struct, frozen=True, kw_only=True):
 
     @property
     def tokens(self) -> int:
-        """How many there are to compute."""
+        """Number of tokens that a forward pass computes."""
         return sum(len(node.context_ids) + len(node.token_ids) for node in self.nodes)
 
     def to_rows(self) -> Batch:
         """The linear batch of the same rollouts."""
-        prompts: list[tuple[int, ...]] = []  # of each node that stands under no turn
+        prompts: list[tuple[int, ...]] = []  # whole prompt of each node without a turn above it
         nodes: dict[str, list[Node]] = {}
         for node in self.nodes:
             above = self.nodes[node.parent] if node.parent != ROOT else None
             if above is None or above.turn is None:
-                # What is shared is put back in front of the roots.
                 prompts.append((prompts[node.parent] if above else ()) + node.context_ids)
                 node = structs.replace(node, context_ids=prompts[-1])
             else:
@@ -115,17 +121,20 @@ class TreeBatch(Struct, frozen=True, kw_only=True):
             if node.turn is not None:
                 nodes.setdefault(node.rollout_id, []).append(node)
         with usage_errors("this tree has no rows"):
-            samples = [
-                s for record in self.rollouts for s in rows_of(record, nodes.get(record.rollout.id, []))
+            rows = [
+                row
+                for record in self.rollouts
+                for row in linear_rows(record, nodes.get(record.rollout.id, []))
             ]
-            return Batch(form="linear", samples=tuple(samples), rollouts=self.rollouts)
+            return Batch(form="linear", rows=tuple(rows), rollouts=self.rollouts)
 
 
 def to_tree(batch: Batch, *, share: bool = True) -> TreeBatch:
+    """The tree form; with `share`, common prompt prefixes of a group are nodes of their own."""
     groups: dict[str, list[list[Node]]] = {}
-    rows: dict[str, list[Sample]] = {}
-    for sample in batch.samples:
-        rows.setdefault(sample.rollout_id, []).append(sample)
+    rows: dict[str, list[Row]] = {}
+    for row in batch.rows:
+        rows.setdefault(row.rollout_id, []).append(row)
     with usage_errors("this batch has no tree"):
         for mine in rows.values():
             groups.setdefault(mine[0].group_id, []).append(nodes_of(mine))
@@ -149,31 +158,31 @@ def _add_group(table: list[Node], group_id: str, members: list[list[Node]], *, s
             table.append(structs.replace(node, parent=parent, context_ids=context))
 
 
-Part = tuple[int, tuple[int, ...]]  # the place of what stands above, and the ids that come behind it
+Part = tuple[int, tuple[int, ...]]  # index of the parent, and the ids that follow it
 
 
 def shared(prompts: Sequence[tuple[int, ...]], first: int) -> tuple[list[Part], list[Part]]:
-    """What at least two prompts begin with, as nodes from place `first` on; and what each has left."""
+    """Prefixes that prompts share, as nodes from index `first` on, and the rest of each prompt."""
     nodes: list[Part] = []
     left: list[Part] = [(ROOT, prompt) for prompt in prompts]
     waiting = [(ROOT, 0, list(range(len(prompts))))]
     while waiting:
-        above, at, members = waiting.pop()
+        above, offset, members = waiting.pop()
         branches: dict[int, list[int]] = {}
         for member in members:
-            left[member] = (above, prompts[member][at:])
-            if at < len(prompts[member]):
-                branches.setdefault(prompts[member][at], []).append(member)
+            left[member] = (above, prompts[member][offset:])
+            if offset < len(prompts[member]):
+                branches.setdefault(prompts[member][offset], []).append(member)
         for same in branches.values():
             if len(same) > 1:
-                end = at + common([prompts[member][at:] for member in same])
-                nodes.append((above, prompts[same[0]][at:end]))
+                end = offset + common([prompts[member][offset:] for member in same])
+                nodes.append((above, prompts[same[0]][offset:end]))
                 waiting.append((first + len(nodes) - 1, end, same))
     return nodes, left
 
 
 def common(sequences: Sequence[tuple[int, ...]]) -> int:
-    """How many ids all of them begin with."""
+    """Length of the common prefix."""
     low, high = min(sequences), max(sequences)
     return next(
         (n for n, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high))
@@ -183,44 +192,36 @@ def common(sequences: Sequence[tuple[int, ...]]) -> int:
 # --- rows to nodes and back, rollout by rollout --------------------------------------------------
 
 
-def nodes_of(rows: Sequence[Sample]) -> list[Node]:
-    """One per owned turn, in the order they were committed; `parent` counts within this list."""
+def nodes_of(rows: Sequence[Row]) -> list[Node]:
+    """One node per owned turn, in commit order; `parent` is an index into this list."""
     owned = sorted(((turn, row) for row in rows for turn in row.turns), key=lambda pair: pair[0].order)
-    places = {turn.id: n for n, (turn, _) in enumerate(owned)}
-    ends = {turn.id: len(row.prompt_ids) + turn.end for turn, row in owned}
-    ids = {row.row: row.token_ids for row in rows}
+    index = {turn.id: n for n, (turn, _) in enumerate(owned)}
+    ends = {turn.id: turn.end for turn, _ in owned}
     nodes: list[Node] = []
     for turn, row in owned:
-        if turn.parent and places.get(turn.parent, len(nodes)) >= len(nodes):
+        if turn.parent and index.get(turn.parent, len(nodes)) >= len(nodes):
             raise ValueError(
                 f"rollout {row.rollout_id}, turn {turn.id}: its parent {turn.parent} is not before it"
             )
-        begins, before = ends.get(turn.parent, 0), len(row.prompt_ids)
-        if row.turns[-1].end != len(row.response_ids):
+        if row.turns[-1].end != len(row.token_ids):
             raise ValueError(f"{row.where}: ids behind its last sampled token have no place in a tree")
         nodes.append(
             Node(
                 group_id=row.group_id,
                 rollout_id=row.rollout_id,
-                parent=places[turn.parent] if turn.parent else ROOT,
-                context_ids=ids[row.row][begins : before + turn.start],
-                token_ids=row.response_ids[turn.start : turn.end],
-                logprobs=row.logprobs[turn.start : turn.end],
-                versions=moved(row.versions, turn.start, turn.end),
+                parent=index[turn.parent] if turn.parent else ROOT,
+                context_ids=row.token_ids[ends.get(turn.parent, 0) : turn.start],
+                token_ids=row.token_ids[turn.start : turn.end],
+                logprobs=row.trajectory.logprobs[turn.start : turn.end],
+                versions=shift_spans(row.trajectory.versions, turn.start, turn.end),
                 turn=structs.replace(turn, start=0, end=turn.end - turn.start),
             )
         )
     return nodes
 
 
-def moved(spans: Iterable[VersionSpan], start: int, end: int) -> tuple[VersionSpan, ...]:
-    """The spans of tokens [start, end), counted from `start`."""
-    inside = ((max(s.start, start), min(s.end, end), s) for s in spans)
-    return tuple(VersionSpan(a - start, b - start, s.low, s.high) for a, b, s in inside if a < b)
-
-
 def turns_of(nodes: Sequence[Node]) -> list[Turn]:
-    """The turns of one rollout as far as nodes keep them: no messages, digests, tags or times."""
+    """The turns of one rollout, without messages, digests, tags and times, which nodes do not keep."""
     turns: list[Turn] = []
     roots: dict[str, str] = {}
     for node in nodes:
@@ -245,39 +246,32 @@ def turns_of(nodes: Sequence[Node]) -> list[Turn]:
     return turns
 
 
-def rows_of(record: RolloutRecord, nodes: Sequence[Node]) -> list[Sample]:
+def linear_rows(record: RolloutRecord, nodes: Sequence[Node]) -> list[Row]:
     """The linear rows of one rollout."""
     ordered = sorted(nodes, key=lambda node: node.turn.order if node.turn else 0)
-    known = {node.turn.id: node.turn for node in ordered if node.turn}
+    turns = {node.turn.id: node.turn for node in ordered if node.turn}
     linear = trajectories.linear(TurnTree(turns_of(ordered))).trajectories
-    return [sample_of(record, row, trajectory, known) for row, trajectory in enumerate(linear)]
+    return [row_of(record, index, trajectory, turns) for index, trajectory in enumerate(linear)]
 
 
-def sample_of(record: RolloutRecord, row: int, trajectory: Trajectory, known: dict[str, OwnedTurn]) -> Sample:
-    """A row as a sample. `known` has the turns it owns; where they lie is taken from the row."""
+def row_of(
+    record: RolloutRecord,
+    index: int,
+    trajectory: Trajectory,
+    turns: dict[str, OwnedTurn],
+    images: tuple[Image, ...] = (),
+) -> Row:
+    """A row whose turns have their place in the turn tree, from `turns`."""
     where = f"rollout {record.rollout.id}"
     if not trajectory.turns:
         raise ValueError(f"{where}: a row of it owns no sampled token")
-    before = trajectory.turns[0].start
-    turns = (
-        structs.replace(known[turn.id], start=turn.start - before, end=turn.end - before)
-        for turn in trajectory.turns
+    owned = tuple(
+        structs.replace(turns[turn.id], start=turn.start, end=turn.end) for turn in trajectory.turns
     )
-    if record.score is None:
-        raise ValueError(f"{where}: a rollout that does not train has rows")
-    return Sample(
+    return Row(
         rollout_id=record.rollout.id,
         group_id=record.rollout.group_id,
-        row=row,
-        prompt_ids=trajectory.token_ids[:before],
-        response_ids=trajectory.token_ids[before:],
-        response_mask=trajectory.loss_mask[before:],
-        logprobs=trajectory.logprobs[before:],
-        versions=moved(trajectory.versions, before, len(trajectory.token_ids)),
-        turns=tuple(turns),
-        weight=trajectory.weight,
-        score=record.score,
-        rewards=record.outcome.rewards,
-        failure=str(record.outcome.failure.kind) if record.outcome.failure else "",
-        attempts=record.attempts,
+        index=index,
+        trajectory=structs.replace(trajectory, turns=owned),
+        images=images,
     )

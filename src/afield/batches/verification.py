@@ -1,7 +1,7 @@
-"""Rows against the turns they were made of.
+"""Checks trajectories against the turns that they were assembled from.
 
-Ids, masks, log-probabilities, versions, sampling parameters and context of a row are those of the recorded
-turns, and every turn is trained once. What is not so is refused, naming rollout and turn.
+Ids, masks, log-probabilities, versions, sampling parameters and context of a row must be those of the
+recorded turns, and every turn is trained once. Errors name rollout and turn.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from afield.types import Group, RolloutResult, Trajectory, Turn, TurnRange
 
 
 def check_against_turns(groups: Iterable[Group]) -> None:
-    """Refuse rows that are not what was recorded. A rollout that came without its turns has only its rows."""
+    """Refuse rows that differ from the recorded turns. Rollouts without turns get the other checks only."""
     for group in groups:
         for finished in group.finished:
             _check_once(finished)
@@ -39,8 +39,8 @@ def _check_once(finished: RolloutResult) -> None:
             if other.start < one.end:
                 raise UsageError(f"{where}, turn {other.id}: its tokens are also those of turn {one.id}")
         for turn in row.turns:
-            if above := [p for p in row.logprobs[turn.start : turn.end] if p > 1e-3]:
-                raise UsageError(f"{where}, turn {turn.id}: the log-probability {above[0]:g} is above 0")
+            if positive := [p for p in row.logprobs[turn.start : turn.end] if p > 1e-3]:
+                raise UsageError(f"{where}, turn {turn.id}: the log-probability {positive[0]:g} is above 0")
 
 
 def _check_row(rollout_id: str, row: Trajectory, turns: dict[str, Turn]) -> None:
@@ -64,7 +64,7 @@ def _check_row(rollout_id: str, row: Trajectory, turns: dict[str, Turn]) -> None
 
 
 def _starts(rollout_id: str, last: str, turns: dict[str, Turn]) -> dict[str, int]:
-    """Where the sampled tokens of each turn on the path to `last` begin, from the root on."""
+    """Start of the sampled tokens of each turn on the path to `last`, from the root."""
     path: list[Turn] = []
     name: str | None = last
     while name is not None:
@@ -85,7 +85,7 @@ def _difference(row: Trajectory, part: TurnRange, turn: Turn) -> str | None:
     versions = [
         (s.start - start, s.end - start, s.low, s.high) for s in row.versions if start <= s.start < end
     ]
-    kept = {
+    same = {
         "ids": row.token_ids[start:end] == turn.token_ids,
         "log-probabilities": row.logprobs[start:end] == turn.logprobs,
         "mask entries": all(row.loss_mask[start:end]),
@@ -94,11 +94,11 @@ def _difference(row: Trajectory, part: TurnRange, turn: Turn) -> str | None:
         and part.truncated == turn.sampling.truncated
         and part.constraint == turn.constraint,
     }
-    return next((name for name, same in kept.items() if not same), None)
+    return next((name for name, equal in same.items() if not equal), None)
 
 
 def _check_context(rollout_id: str, row: Trajectory, starts: dict[str, int], turns: dict[str, Turn]) -> None:
-    """What stands between trained turns is the recorded context."""
+    """Tokens between trained turns are the recorded context."""
     for name, start in starts.items():
         turn = turns[name]
         before, after = start - len(turn.delta_ids), start + len(turn.token_ids)
@@ -110,17 +110,17 @@ def _check_context(rollout_id: str, row: Trajectory, starts: dict[str, int], tur
 
 
 def _check_images(rollout_id: str, row: Trajectory, starts: dict[str, int], turns: dict[str, Turn]) -> None:
-    """The row has the images that the model saw, where it saw them."""
+    """The row has the images of its turns, at the same positions."""
     seen: list[tuple[str, int, int]] = []
     for name, start in starts.items():
         turn = turns[name]
         before = start - len(turn.delta_ids)
         seen += [(image.digest, before + image.start, image.length) for image in turn.images]
-        shown = [image.digest for message in turn.messages for image in message.images]
-        if shown != [image.digest for image in turn.images]:
+        in_messages = [image.digest for message in turn.messages for image in message.images]
+        if in_messages != [image.digest for image in turn.images]:
             raise UsageError(
-                f"rollout {rollout_id}, turn {name}: it was sampled with {len(shown)} images, and the record"
-                f" says where {len(turn.images)} of them stand; name the image token in the model's"
+                f"rollout {rollout_id}, turn {name}: it was sampled with {len(in_messages)} images; the"
+                f" record says where {len(turn.images)} of them stand; name the image token in the model's"
                 " config.json (image_token_id), and collect it anew"
             )
     if seen != [(image.digest, image.start, image.length) for image in row.images]:

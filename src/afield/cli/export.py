@@ -14,7 +14,7 @@ from afield.batches.groups import from_groups
 from afield.batches.jsonl import write_jsonl
 from afield.batches.parquet import write_parquet
 from afield.batches.rewards import weigh_rewards
-from afield.batches.sample import Batch
+from afield.batches.rows import Batch
 from afield.batches.tree import TreeBatch, to_tree
 from afield.errors import UsageError
 from afield.orchestrator.state import RunDirectory, RunState, find_run
@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
         "groups": len(groups),
         "dropped_groups": dropped,
         "rollouts": len(batch.rollouts),
-        "rows": len(made.nodes if isinstance(made, TreeBatch) else made.samples),
-        "sampled_tokens": sum(sample.owned for sample in batch.samples),
+        "rows": len(made.nodes if isinstance(made, TreeBatch) else made.rows),
+        "sampled_tokens": sum(row.owned for row in batch.rows),
     }
     if args.json:
         print(json.dumps(told))

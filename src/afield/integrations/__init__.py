@@ -1,1 +1,1 @@
-"""Where another trainer drives: afield inside veRL and TRL, through their own doors."""
+"""Integrations with other trainers: veRL and TRL."""

@@ -12,6 +12,7 @@ from afield.settings.fields import Bound, Count, CountOrZero, NotNegative, Posit
 
 Advantage = Literal["grpo", "remax", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 Credit = Literal["outcome", "turns"]
+LossName = Literal["ppo", "cispo", "gspo", "dr_grpo"]
 EngineDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -42,7 +43,7 @@ class TrainerOptions(SettingsGroup, frozen=True, kw_only=True):
 
     title: ClassVar[str] = "Embedded trainer"
 
-    loss: Literal["ppo", "cispo", "gspo", "dr_grpo"] = "ppo"
+    loss: LossName = "ppo"
     """Policy loss."""
     clip: tuple[float, ...] = ()
     """Clip range of the ratio as [low, high] around 1; empty takes the usual range of the loss."""

@@ -1,1 +1,1 @@
-"""Trainers: groups in, new weights out."""
+"""Trainers: embedded GRPO, FSDP, tinker-style loop, frozen control."""

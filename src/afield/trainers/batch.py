@@ -1,9 +1,8 @@
-"""Groups to the rows a step trains on, each with what its rollout earned; and what is refused.
+"""Groups to the rows of a training step, their checks and their token account.
 
-A batch that does not line up is refused, naming rollout and turn: truncated or greedy sampling, ids
-outside the vocabulary, numbers that are not finite. A row longer than the model's context cannot be
-rescored and is never cut: it is left out and named, as data; the reward of its rollout was earned all the
-same and counts in every baseline.
+Rows that cannot be rescored exactly are refused with rollout and turn: truncated or greedy sampling, ids
+outside the vocabulary, numbers that are not finite. A row longer than the model's context is excluded and
+logged; the reward of its rollout still counts in every baseline. This module needs no torch.
 """
 
 from __future__ import annotations
@@ -11,146 +10,130 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from msgspec import structs
+
+from afield.advantages import TurnAdvantages
+from afield.batches.rows import Row, rows_of
 from afield.errors import UsageError
-from afield.types import Group, Image, RolloutResult, Trajectory
+from afield.exclusions import ExclusionReason, UntrainedReason
+from afield.token_account import TokenAccount, failure_reason
+from afield.types import Group
 
 log = logging.getLogger("afield.trainers")
-NAMED = 8  # rows that are too long are named one by one up to here
-Earned = Mapping[str, float | Mapping[str, float]]  # by rollout: one for all, or by turn
-
-
-class Row(NamedTuple):
-    """One sequence to train on. `number` is its place in the batch; `advantages` has one per turn it owns,
-    `images` one per image that its trajectory has."""
-
-    number: int
-    rollout_id: str
-    group_id: str
-    trajectory: Trajectory
-    advantages: tuple[float, ...]
-    images: tuple[Image, ...] = ()
-
-
-class TooLong(NamedTuple):
-    """A row that was left out: `turn` is the first one of it that ends beyond the limit."""
-
-    rollout_id: str
-    turn: str
-    tokens: int
-    limit: int
-    owned: int
-
-    def __str__(self) -> str:
-        return (
-            f"rollout {self.rollout_id}, turn {self.turn}: {self.tokens} tokens exceed the model's context of"
-            f" {self.limit}"
-        )
+MAX_LOGGED_ROWS = 8
+"""Rows beyond the context that are logged one by one."""
 
 
 class TrainingBatch(NamedTuple):
-    """The rollouts that carry an advantage. One without rows still counts in the denominators."""
+    """The rollouts that have an advantage, and their rows."""
 
     rollout_ids: tuple[str, ...]
+    """All of them: a rollout without rows still counts in the loss's denominator."""
     rows: tuple[Row, ...]
-    too_long: tuple[TooLong, ...] = ()
+    too_long: tuple[Row, ...] = ()
+    """Rows that exceed the model's context and are not trained."""
 
     @property
     def tokens(self) -> int:
-        return sum(row.trajectory.owned for row in self.rows)
+        return sum(row.owned for row in self.rows)
 
 
-def to_batch(groups: Iterable[Group], earned: Earned, context: int | None = None) -> TrainingBatch:
-    """Rollouts that are not in `earned` stay out, and so do rows of more than `context` tokens."""
+def to_batch(
+    groups: Iterable[Group], advantages: Mapping[str, TurnAdvantages], context: int | None = None
+) -> TrainingBatch:
+    """The rows of rollouts in `advantages`; those of more than `context` tokens are set apart."""
     ids: list[str] = []
     rows: list[Row] = []
-    too_long: list[TooLong] = []
-    for group in groups:
-        for finished in group.finished:
-            rollout_id = finished.rollout.id
-            if rollout_id not in earned:
-                continue
-            ids.append(rollout_id)
-            for trajectory in finished.trajectories:
-                if context is not None and len(trajectory.token_ids) > context:
-                    too_long.append(_too_long(rollout_id, trajectory, context))
-                    continue
-                advantages = _of_turns(earned[rollout_id], rollout_id, trajectory)
-                images = images_of(finished, trajectory)
-                rows.append(Row(len(rows), rollout_id, group.id, trajectory, advantages, images))
+    for result in (result for group in groups for result in group.finished):
+        if result.rollout.id in advantages:
+            ids.append(result.rollout.id)
+            rows += rows_of(result, advantages[result.rollout.id])
     if repeated := [i for i, times in Counter(ids).items() if times > 1]:
         raise UsageError(f"rollouts {repeated} are in the batch more than once; train on each once")
-    _tell(too_long)
-    return TrainingBatch(tuple(ids), tuple(rows), tuple(too_long))
+    if context is None:
+        return TrainingBatch(tuple(ids), tuple(rows))
+    too_long = [row for row in rows if len(row.token_ids) > context]
+    _log_too_long(too_long, context)
+    return TrainingBatch(
+        tuple(ids),
+        tuple(row for row in rows if len(row.token_ids) <= context),
+        tuple(structs.replace(row, excluded=ExclusionReason.TOO_LONG) for row in too_long),
+    )
 
 
-def images_of(finished: RolloutResult, trajectory: Trajectory) -> tuple[Image, ...]:
-    """Those of a row, in order; refused if they were not kept with the rollout."""
-    kept = {image.digest: image for image in finished.images}
-    if missing := [span.digest for span in trajectory.images if span.digest not in kept]:
-        raise UsageError(
-            f"rollout {finished.rollout.id}: its image {missing[0][:12]} was not kept with it, so it cannot"
-            " be trained; collect it with this version of afield"
+def _log_too_long(rows: Sequence[Row], context: int) -> None:
+    for row in rows[:MAX_LOGGED_ROWS]:
+        turn = next((turn.id for turn in row.trajectory.turns if turn.end > context), "(none)")
+        log.warning(
+            "rollout %s, turn %s: %d tokens exceed the model's context of %d; row not trained, reward counts;"
+            " set max_context = %d",
+            row.rollout_id,
+            turn,
+            len(row.token_ids),
+            context,
+            context,
         )
-    return tuple(kept[span.digest] for span in trajectory.images)
+    if len(rows) > MAX_LOGGED_ROWS:
+        log.warning("rows not trained: %d more exceed the model's context", len(rows) - MAX_LOGGED_ROWS)
 
 
-def _too_long(rollout_id: str, row: Trajectory, context: int) -> TooLong:
-    turn = next((turn.id for turn in row.turns if turn.end > context), "(none)")
-    return TooLong(rollout_id, turn, len(row.token_ids), context, row.owned)
+def token_account(
+    groups: Sequence[Group], batch: TrainingBatch, *, regularised: bool = False
+) -> TokenAccount:
+    """Trained, excluded and untrained tokens of a step.
 
-
-def _tell(too_long: list[TooLong]) -> None:
-    for one in too_long[:NAMED]:
-        log.warning("%s; it is not trained, its reward counts; set max_context = %d", one, one.limit)
-    if len(too_long) > NAMED:
-        log.warning("and %d rows more that are too long", len(too_long) - NAMED)
-
-
-def _of_turns(
-    earned: float | Mapping[str, float], rollout_id: str, trajectory: Trajectory
-) -> tuple[float, ...]:
-    if isinstance(earned, int | float):
-        return (float(earned),) * len(trajectory.turns)
-    if missing := [turn.id for turn in trajectory.turns if turn.id not in earned]:
-        raise UsageError(
-            f"rollout {rollout_id}, turn {missing[0]}: it has no advantage; give one for each turn"
-        )
-    return tuple(earned[turn.id] for turn in trajectory.turns)
+    `regularised`: a KL or entropy term also trains rows whose advantages are zero.
+    """
+    excluded: Counter[str] = Counter()
+    excluded[ExclusionReason.TOO_LONG] = sum(row.owned for row in batch.too_long)
+    untrained: Counter[str] = Counter()
+    trained = set(batch.rollout_ids)
+    for result in (result for group in groups for result in group.finished):
+        for exclusion in result.excluded:
+            excluded[exclusion.reason] += exclusion.tokens
+        if result.rollout.id not in trained:
+            reason = failure_reason(result) or UntrainedReason.NO_ADVANTAGE
+            untrained[reason] += sum(trajectory.owned for trajectory in result.trajectories)
+    idle = 0 if regularised else sum(row.owned for row in batch.rows if not any(row.advantages))
+    untrained[UntrainedReason.NO_ADVANTAGE] += idle
+    return TokenAccount(trained=batch.tokens - idle, excluded=+excluded, untrained=+untrained)
 
 
 def check_rows(
     rows: Iterable[Row], *, vocabulary: int, context: int | None, no_images: str = "it has no vision part"
 ) -> None:
-    """Refuse what cannot be rescored exactly. `no_images` is why the model takes none; empty if it does."""
+    """Refuse rows that cannot be rescored exactly. `no_images` is why the model takes no images; empty if
+    it does."""
     for row in rows:
-        ids, turns = row.trajectory.token_ids, row.trajectory.turns
-        where = f"rollout {row.rollout_id}, turn {turns[0].id if turns else '(none)'}"
+        ids, turns = row.token_ids, row.trajectory.turns
         if row.trajectory.images and no_images:
             raise UsageError(
-                f"{where}: it has images, which this trainer cannot give to the model: {no_images}"
+                f"{row.where}: it has images, which this trainer cannot give to the model: {no_images}"
             )
         if context is not None and len(ids) > context:
             raise UsageError(
-                f"{where}: {len(ids)} tokens exceed the model's context of {context}; lower the budget"
+                f"{row.where}: {len(ids)} tokens exceed the model's context of {context}; lower the budget"
             )
         if stray := [i for i in ids if not 0 <= i < vocabulary]:
             raise UsageError(
-                f"{where}: token id {stray[0]} is outside the vocabulary of {vocabulary};"
+                f"{row.where}: token id {stray[0]} is outside the vocabulary of {vocabulary};"
                 " train the model that the engine serves"
             )
-        if (given := len(row.advantages)) != len(turns):
-            raise UsageError(f"{where}: {given} advantages for {len(turns)} turns; one for each")
+        if len(row.advantages) != len(turns):
+            raise UsageError(
+                f"{row.where}: {len(row.advantages)} advantages for {len(turns)} turns; one for each"
+            )
         _check_turns(row)
 
 
 def _check_turns(row: Row) -> None:
-    for turn, earned in zip(row.trajectory.turns, row.advantages, strict=True):
+    for turn, advantage in zip(row.trajectory.turns, row.advantages, strict=True):
         where = f"rollout {row.rollout_id}, turn {turn.id}"
-        if not math.isfinite(earned):
-            raise UsageError(f"{where}: its advantage {earned} is not a finite number")
+        if not math.isfinite(advantage):
+            raise UsageError(f"{where}: its advantage {advantage} is not a finite number")
         if turn.truncated or turn.temperature <= 0:
             raise UsageError(
                 f"{where}: sampled with temperature {turn.temperature:g}"

@@ -1,6 +1,6 @@
-"""A trainer that trains nothing: the same checks and counts, the same weights for ever.
+"""Frozen trainer: the checks and metrics of a step, without changing weights.
 
-It is the control of an experiment. When rewards rise under it, something other than learning is at work.
+The control of an experiment: rewards that rise under it rise for another reason than training.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from afield.advantages import compute_advantages
 from afield.batches.verification import check_against_turns
 from afield.errors import DamagedFile, UsageError
 from afield.interfaces.trainer import StepReport
-from afield.trainers.batch import check_rows, to_batch
-from afield.trainers.delivery import delivery
+from afield.trainers.batch import check_rows, to_batch, token_account
 from afield.trainers.model_directory import replaced
 from afield.types import Group
 
 
 class Frozen:
+    """Trains nothing; exports the model directory that it was given."""
+
     def __init__(self, model_path: str | Path, *, floor: float = 0.0) -> None:
         self.model_path = Path(model_path)
         self.floor = floor
@@ -28,8 +29,8 @@ class Frozen:
         config = self.model_path / "config.json"
         if not config.is_file():
             raise UsageError(f"{model_path} is not a model directory: it has no config.json")
-        told = json.loads(config.read_text())
-        self._config = told.get("text_config") or told  # of models of several parts: the one that samples
+        values = json.loads(config.read_text())
+        self._config = values.get("text_config") or values
         self.context: int | None = self._config.get("max_position_embeddings")
 
     def step(self, groups: Sequence[Group]) -> StepReport:
@@ -37,7 +38,7 @@ class Frozen:
         batch = to_batch(groups, compute_advantages(groups, floor=self.floor), self.context)
         check_rows(batch.rows, vocabulary=self._config["vocab_size"], context=self.context, no_images="")
         self.steps += 1
-        account = delivery(groups, batch)
+        account = token_account(groups, batch)
         metrics = {"tokens": float(batch.tokens), **account.metrics()}
         return StepReport(
             rollouts=len(batch.rollout_ids),

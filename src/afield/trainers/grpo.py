@@ -1,10 +1,13 @@
-"""GRPO and its kin, from groups to new weights; reads top to bottom.
+"""GRPO trainer: groups to advantages, loss, gradient step and new weights.
 
-Each rollout has one advantage and weighs 1, however many rows, turns or tokens it consists of. The loss
-compares the policy with what it was when the step began; a truncated importance weight corrects for the
-policy that sampled; optionally a KL penalty holds it near the start. Log-probabilities are those of the
-sampled distribution, so every turn is rescored at its temperature. A batch that does not line up is
-refused, naming rollout and turn, before any weight changes.
+One `step`:
+1. checks trajectories against the recorded turns and weighs rewards (`batch`);
+2. estimates advantages (`afield.advantages.ESTIMATORS`), one per rollout or per turn;
+3. scores the rows once if there are several updates, for the proximal policy;
+4. per minibatch: loss (`losses.LOSSES`), backward, gradient clip, AdamW step (`_update`).
+
+A rollout weighs 1, however many rows, turns or tokens it has. Every turn is rescored at its sampling
+temperature. Invalid data is refused with rollout and turn before any weight changes.
 """
 
 from __future__ import annotations
@@ -22,21 +25,21 @@ import torch
 
 from afield.advantages import AdvantageEstimator, compute_advantages, rewards_of
 from afield.batches.rewards import turn_returns, unused_turn_rewards, weigh_rewards
+from afield.batches.rows import Row
+from afield.batches.verification import check_against_turns
 from afield.errors import DamagedFile, Unavailable, UsageError
 from afield.interfaces.trainer import StepReport
 from afield.rounding import PublishedUpdate, Rounding, make_rounding, torch_dtype
 from afield.settings.sessions import Thinking
-from afield.settings.trainer import LoraOptions
-from afield.trainers.batch import Row, TrainingBatch, check_rows, to_batch
-from afield.trainers.diagnostics import BatchDiagnostics, check_against_turns, delivery
+from afield.settings.trainer import LoraOptions, LossName
+from afield.trainers.batch import TrainingBatch, check_rows, to_batch, token_account
+from afield.trainers.diagnostics import BatchDiagnostics
 from afield.trainers.losses import (
-    DEFAULT_CLIP,
     DUAL_CLIP,
-    USUAL_AGGREGATE,
+    LOSSES,
     Aggregate,
-    Estimator,
     Importance,
-    LossName,
+    KLEstimator,
     Objective,
     check_choice,
     compute_loss,
@@ -46,30 +49,33 @@ from afield.trainers.micro_batches import LayoutName
 from afield.trainers.model import Dtype, PolicyModel, pick_device
 from afield.trainers.model_directory import copy_but_weights, replaced
 from afield.trainers.optimizer import Optimizer, Scores
-from afield.trainers.publication import KEPT
+from afield.trainers.publication import MIN_UPDATE_KEPT
 from afield.types import Group
 
 log = logging.getLogger("afield.trainers")
 
 MAX_SKIPPED = 3
 """Updates in a row without a finite gradient that end a run."""
+MAX_TIMES_CONTROL = 3.0
+"""Sampler-trainer difference, as a multiple of the control, above which a warning is logged."""
+MIN_CONTROL = 1e-4
+"""Difference in log-probabilities that float32 alone explains, batched one way or another."""
 STATE = "trainer.pt"
-FAR = 3.0  # times the control by which sampler and trainer may be apart before it is told
-LEAST = 1e-4  # what float32, batched one way or another, explains
-MODEL = "model"  # in a checkpoint: all of the model's directory but its weights
+MODEL = "model"
+"""Directory in a checkpoint that holds the model's files except its weights."""
 POLICY = "policy.json"
-SAME = ("tokenizer.json", "tokenizer.model", "chat_template.jinja")
+UNCHANGED_FILES = ("tokenizer.json", "tokenizer.model", "chat_template.jinja")
 RoundingName = Literal["stochastic", "nearest"]
 
 
 class GRPO:
     """Trains a Hugging Face causal language model from its directory.
 
-    A step makes `epochs * minibatches` updates; with more than one, the policy is scored once before
-    the first. A step in which nothing has a gradient leaves weights and optimiser as they are.
-    `length` is what aggregate "constant" divides by; `rewards` are weights of named ones; credit "turns"
-    gives each turn what came after it, discounted; `thinking` is how reasoning was rendered while sampling,
-    kept with checkpoints.
+    A step makes `epochs * minibatches` updates; with more than one, the policy is scored once before the
+    first. A step without any gradient leaves weights and optimizer state unchanged. `length` is the divisor
+    of aggregate "constant"; `rewards` are the weights of named rewards; credit "turns" gives each turn its
+    discounted return; `thinking` is how reasoning was rendered while sampling, saved with checkpoints.
+    `docs/how-to/embedded-trainer.md` explains each setting.
     """
 
     model_class = PolicyModel
@@ -88,7 +94,7 @@ class GRPO:
         minibatches: int = 1,
         epochs: int = 1,
         kl: float = 0.0,
-        kl_estimator: Estimator = "k3",
+        kl_estimator: KLEstimator = "k3",
         importance: Importance = "token",
         importance_cap: float = 2.0,
         entropy: float = 0.0,
@@ -113,6 +119,13 @@ class GRPO:
         rounding: RoundingName = "stochastic",
     ) -> None:
         check_choice(loss, LossName, "loss")
+        check_choice(importance, Importance, "importance")
+        check_choice(kl_estimator, KLEstimator, "KL estimator")
+        check_choice(rounding, RoundingName, "rounding")
+        self.aggregate: Aggregate = LOSSES[loss].aggregate if aggregate == "auto" else aggregate
+        check_choice(self.aggregate, Aggregate, "aggregate")
+        if self.aggregate == "constant" and length is None:
+            raise UsageError("aggregate 'constant' needs a length to divide by, such as the longest reply")
         for name, value in (("minibatches", minibatches), ("epochs", epochs)):
             if value < 1:
                 raise UsageError(f"{name} = {value} must be at least 1")
@@ -136,38 +149,41 @@ class GRPO:
             grad_clip=grad_clip,
             max_tokens_per_pass=max_tokens_per_pass,
         )
-        bounds = (clip[0], clip[1]) if clip else DEFAULT_CLIP[loss]
         self.objective = Objective(
-            loss, bounds, dual_clip, importance, importance_cap, kl, kl_estimator, entropy
+            loss,
+            (clip[0], clip[1]) if clip else LOSSES[loss].clip,
+            dual_clip,
+            importance,
+            importance_cap,
+            kl,
+            kl_estimator,
+            entropy,
         )
-        self.aggregate: Aggregate = USUAL_AGGREGATE[loss] if aggregate == "auto" else aggregate
-        check_choice(self.aggregate, Aggregate, "aggregate")
-        check_choice(importance, Importance, "importance")
-        check_choice(kl_estimator, Estimator, "KL estimator")
-        check_choice(rounding, RoundingName, "rounding")
-        self.rounding: RoundingName = rounding
-        self.length = length
-        if self.aggregate == "constant" and length is None:
-            raise UsageError("aggregate 'constant' needs a length to divide by, such as the longest reply")
-        self.random = torch.Generator().manual_seed(seed)
-        self.seed = seed
-        self.steps = 0
-        self.skipped = 0  # updates in a row whose gradient was not finite
-        self.version: int | None = None  # of the weights that were published last
-        self.engine_dtype: str | None = None  # for which they were
-        self.control_logprob_diff: float | None = None
-        self._warned = False
-        self.minibatches = minibatches
-        self.epochs = epochs
-        self.floor = floor
-        # Dr. GRPO is what it is for not dividing.
+        # Dr. GRPO does not divide advantages by a deviation.
         divided = advantage != "grpo" or (scale and loss != "dr_grpo")
         self.estimator: AdvantageEstimator = advantage if divided else "dr_grpo"
         self.rewards = dict(rewards or {})
         self.credit: Literal["outcome", "turns"] = credit
         self.discount = discount
-        self.max_logprob_diff = max_logprob_diff
+        self.floor = floor
+        self.length = length
+        self.minibatches = minibatches
+        self.epochs = epochs
+        self.random = torch.Generator().manual_seed(seed)
+        self.seed = seed
+        self.rounding: RoundingName = rounding
         self.thinking: Thinking = thinking
+        self.max_logprob_diff = max_logprob_diff
+        self.steps = 0
+        self.skipped = 0
+        """Updates in a row without a finite gradient."""
+        self.version: int | None = None
+        """Version of the weights that were published last."""
+        self.engine_dtype: str | None = None
+        """Dtype that they were published in."""
+        self.control_logprob_diff: float | None = None
+        """Sampler-trainer difference that the engine's dtype explains, measured in the first step."""
+        self._warned = False
 
     @property
     def model(self) -> Any:
@@ -181,62 +197,135 @@ class GRPO:
     def context(self) -> int | None:
         return self.policy.context
 
+    # --- a step -----------------------------------------------------------------------------------
+
     def step(self, groups: Sequence[Group]) -> StepReport:
         try:
             return self._step(groups)
         except torch.OutOfMemoryError as error:
-            told = str(error).partition(". ")[0]
+            reason = str(error).partition(". ")[0]
             size = self.optimizer.max_tokens_per_pass
             raise Unavailable(
-                f"the trainer has too little memory ({told}); go on with max_tokens_per_pass below {size},"
+                f"the trainer has too little memory ({reason}); go on with max_tokens_per_pass below {size},"
                 " checkpointing, or more devices"
             ) from error
 
     def _step(self, groups: Sequence[Group]) -> StepReport:
         batch = self.batch(groups)
-        # A row without an advantage has no gradient unless a bonus or penalty gives it one; its rollout
-        # still counts.
-        pulled = self.objective.kl or self.objective.entropy
-        rows = [row for row in batch.rows if row.trajectory.owned and (pulled or any(row.advantages))]
-        audit = BatchDiagnostics(self.max_logprob_diff, self.version)
+        # A row whose advantages are zero has a gradient only from a KL or entropy term.
+        regularised = bool(self.objective.kl or self.objective.entropy)
+        owning = [row for row in batch.rows if row.owned]
+        rows = [row for row in owning if regularised or any(row.advantages)]
+        diagnostics = BatchDiagnostics(self.max_logprob_diff, self.version)
         if self.control_logprob_diff is None and self.engine_dtype:
-            self.control_logprob_diff = self._control(rows or batch.rows)
-        proximal = self.optimizer.score(rows, audit) if self.minibatches * self.epochs > 1 else None
-        if not rows:  # nothing to learn, and to see whether sampler and trainer agree all the same
-            self.optimizer.score([row for row in batch.rows if row.trajectory.owned], audit)
-        audit.check_bound()
+            self.control_logprob_diff = self._measure_control(rows or owning)
+        proximal = self.optimizer.score(rows, diagnostics) if self.minibatches * self.epochs > 1 else None
+        if not rows:  # nothing to train, but sampler and trainer are compared all the same
+            self.optimizer.score(owning, diagnostics)
+        diagnostics.check_bound()
         for rollouts in self._minibatches(batch.rollout_ids):
-            self._update(batch, rows, rollouts, proximal, audit)
-        account = delivery(groups, batch, pulled=bool(pulled))
-        metrics = {
-            **self._compared(audit.summary()),
-            "tokens": float(batch.tokens),
-            **account.metrics(),
-            **self._weighed_reward(groups),
-            **self._unused_rewards(groups),
-        }
+            self._update(batch, rows, rollouts, proximal, diagnostics)
+        account = token_account(groups, batch, regularised=regularised)
         self.steps += 1
         return StepReport(
             rollouts=len(batch.rollout_ids),
             tokens=batch.tokens,
             too_long=len(batch.too_long),
-            metrics=metrics,
+            metrics={
+                **self._compare_with_control(diagnostics.summary()),
+                "tokens": float(batch.tokens),
+                **account.metrics(),
+                **self._weighed_reward(groups),
+                **self._unused_rewards(groups),
+            },
             account=account,
         )
 
-    def _control(self, rows: Sequence[Row]) -> float | None:
-        """What the engine's own arithmetic makes of the sampler, on the tokens of this step."""
-        if not (rows := [row for row in rows if row.trajectory.owned]):
-            return None
-        found = self.optimizer.control_logprob_diff(rows, torch_dtype(self.engine_dtype or "float32"))
-        return None if found is None else max(found, LEAST)
+    def batch(self, groups: Sequence[Group]) -> TrainingBatch:
+        """Checked rows with their advantages."""
+        check_against_turns(groups)
+        if self.rewards:
+            groups = weigh_rewards(groups, self.rewards)
+        returns = None
+        if self.credit == "turns":
+            returns = turn_returns(groups, outcome="last", discount=self.discount, floor=self.floor)
+        advantages = compute_advantages(groups, self.estimator, floor=self.floor, returns=returns)
+        batch = to_batch(groups, advantages, self.context)
+        policy = self.policy
+        check_rows(batch.rows, vocabulary=policy.vocabulary, context=self.context, no_images=policy.no_images)
+        return batch
 
-    def _compared(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Sampler and trainer in units of the control; told when they are too far apart to be explained."""
+    def _minibatches(self, rollout_ids: Sequence[str]) -> Iterator[frozenset[str]]:
+        """Every rollout once per epoch, in random parts of about the same size."""
+        for _ in range(self.epochs):
+            order = torch.randperm(len(rollout_ids), generator=self.random).tolist()
+            for part in range(min(self.minibatches, len(order))):
+                yield frozenset(rollout_ids[int(i)] for i in order[part :: self.minibatches])
+
+    def _update(
+        self,
+        batch: TrainingBatch,
+        rows: list[Row],
+        rollouts: frozenset[str],
+        proximal: Scores | None,
+        diagnostics: BatchDiagnostics,
+    ) -> None:
+        """One optimizer step from the rows of these rollouts."""
+        rows = [row for row in rows if row.rollout_id in rollouts]
+        if not rows:
+            return
+        tokens = sum(row.owned for row in batch.rows if row.rollout_id in rollouts)
+        self.optimizer.zero_grad()
+        loss = self.optimizer.backward(
+            rows,
+            partial(compute_loss, objective=self.objective),
+            partial(
+                token_weights,
+                aggregate=self.aggregate,
+                rollouts=len(rollouts),
+                tokens=tokens,
+                length=self.length or 1,
+            ),
+            diagnostics,
+            proximal=proximal,
+            reference=self.objective.kl > 0,
+        )
+        diagnostics.check_bound()
+        grad_norm = self.optimizer.clip_gradient()
+        if math.isfinite(grad_norm):
+            self.optimizer.step()
+            self.skipped = 0
+            diagnostics.update(loss=loss, grad_norm=grad_norm)
+        else:
+            self._skip(grad_norm, rollouts)
+            diagnostics.counts["skipped_updates"] += 1
+
+    def _skip(self, norm: float, rollouts: frozenset[str]) -> None:
+        """Leave the weights unchanged; the third such update in a row is an error."""
+        self.skipped += 1
+        some = ", ".join(sorted(rollouts)[:3])
+        if self.skipped >= MAX_SKIPPED:
+            raise UsageError(
+                f"the gradient's norm was {norm} in {self.skipped} updates in a row, last for rollouts"
+                f" {some}; lower the learning rate, or go on from an older checkpoint"
+            )
+        log.warning("update skipped: the gradient's norm is %s for rollouts %s, ...", norm, some)
+
+    # --- metrics ----------------------------------------------------------------------------------
+
+    def _measure_control(self, rows: Sequence[Row]) -> float | None:
+        """Sampler-trainer difference that the engine's own arithmetic causes, on the tokens of this step."""
+        if not (rows := [row for row in rows if row.owned]):
+            return None
+        diff = self.optimizer.control_logprob_diff(rows, torch_dtype(self.engine_dtype or "float32"))
+        return None if diff is None else max(diff, MIN_CONTROL)
+
+    def _compare_with_control(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Add the sampler-trainer difference in units of the control; warn if it is too large."""
         if self.control_logprob_diff is None or "logprob_diff" not in metrics:
             return metrics
         times = metrics["logprob_diff"] / self.control_logprob_diff
-        if times > FAR and not self._warned:
+        if times > MAX_TIMES_CONTROL and not self._warned:
             self._warned = True
             log.warning(
                 "sampler and trainer are %.2g apart in the mean about the log-probabilities of the same"
@@ -253,103 +342,35 @@ class GRPO:
             "logprob_diff_times_control": times,
         }
 
-    def batch(self, groups: Sequence[Group]) -> TrainingBatch:
-        """The rows to train on, all of them checked."""
-        check_against_turns(groups)
-        if self.rewards:
-            groups = weigh_rewards(groups, self.rewards)
-        returns = None
-        if self.credit == "turns":
-            returns = turn_returns(groups, outcome="last", discount=self.discount, floor=self.floor)
-        earned = compute_advantages(groups, self.estimator, floor=self.floor, returns=returns)
-        batch = to_batch(groups, earned, self.context)
-        policy = self.policy
-        check_rows(batch.rows, vocabulary=policy.vocabulary, context=self.context, no_images=policy.no_images)
-        return batch
-
     def _weighed_reward(self, groups: Sequence[Group]) -> dict[str, float]:
-        """What is learned from, where that is not the reward that agents gave."""
+        """Mean weighted reward, where it is not the reward that agents returned."""
         if not self.rewards:
             return {}
-        parts = [rewards_of(group, self.floor) for group in weigh_rewards(groups, self.rewards)]
-        values = [value for part in parts for value in part.values()]
+        by_group = [rewards_of(group, self.floor) for group in weigh_rewards(groups, self.rewards)]
+        values = [value for rewards in by_group for value in rewards.values()]
         return {"weighed_reward": sum(values) / len(values)} if values else {}
 
     def _unused_rewards(self, groups: Sequence[Group]) -> dict[str, float]:
         unused = unused_turn_rewards(groups, credit=self.credit, weights=self.rewards)
         return {"unused_turn_rewards": float(unused)} if unused else {}
 
-    def _minibatches(self, rollout_ids: Sequence[str]) -> Iterator[frozenset[str]]:
-        """Every rollout once per epoch, in random parts of like size."""
-        for _ in range(self.epochs):
-            order = torch.randperm(len(rollout_ids), generator=self.random).tolist()
-            for part in range(min(self.minibatches, len(order))):
-                yield frozenset(rollout_ids[int(i)] for i in order[part :: self.minibatches])
-
-    def _update(
-        self,
-        batch: TrainingBatch,
-        rows: list[Row],
-        rollouts: frozenset[str],
-        proximal: Scores | None,
-        audit: BatchDiagnostics,
-    ) -> None:
-        """One optimiser step from the rows of these rollouts."""
-        mine = [row for row in rows if row.rollout_id in rollouts]
-        if not mine:
-            return
-        tokens = sum(row.trajectory.owned for row in batch.rows if row.rollout_id in rollouts)
-        self.optimizer.zero_grad()
-        total = self.optimizer.backward(
-            mine,
-            partial(compute_loss, objective=self.objective),
-            partial(
-                token_weights,
-                aggregate=self.aggregate,
-                rollouts=len(rollouts),
-                tokens=tokens,
-                length=self.length or 1,
-            ),
-            audit,
-            proximal=proximal,
-            reference=self.objective.kl > 0,
-        )
-        audit.check_bound()
-        norm = self.optimizer.clip_gradient()
-        if math.isfinite(norm):
-            self.optimizer.step()
-            self.skipped = 0
-            audit.update(loss=total, grad_norm=norm)
-        else:
-            self._skip(norm, rollouts)
-            audit.counts["skipped_updates"] += 1
-
-    def _skip(self, norm: float, rollouts: frozenset[str]) -> None:
-        """Leave the weights as they are; one batch that cannot be trained on does not end a run."""
-        self.skipped += 1
-        some = ", ".join(sorted(rollouts)[:3])
-        if self.skipped >= MAX_SKIPPED:
-            raise UsageError(
-                f"the gradient's norm was {norm} in {self.skipped} updates in a row, last for rollouts"
-                f" {some}; lower the learning rate, or go on from an older checkpoint"
-            )
-        log.warning("update skipped: the gradient's norm is %s for rollouts %s, ...", norm, some)
+    # --- weights and checkpoints ------------------------------------------------------------------
 
     def export(self, directory: Path) -> None:
-        """Write what engines load: the model with its weights as they are now, or its adapters alone.
-        Repeating replaces it."""
+        """Write the current weights as engines load them: the whole model, or its adapters alone. Replaces
+        the directory."""
         self._export(directory, Rounding())
 
     def publish(self, directory: Path, *, version: int, dtype: str) -> dict[str, float]:
-        """Write the weights of `version` for engines that compute in `dtype`; metrics of what arrived.
+        """Write the weights of `version` for engines that compute in `dtype`; returns rounding metrics.
 
-        They are rounded stochastically, by the run's seed and the version: repeating gives the same bits.
+        Stochastic rounding is seeded by the run's seed and the version: repeating gives the same bits.
         """
         rounding = make_rounding(dtype, self.seed, version, nearest=self.rounding == "nearest")
-        told = self._export(directory, rounding)
+        arrived = self._export(directory, rounding)
         self.version, self.engine_dtype = version, dtype
-        metrics = told.metrics() if rounding.lossy else {"update_kept": 1.0, "rounding_noise_norm": 0.0}
-        if metrics.get("update_kept", 1.0) < KEPT:
+        metrics = arrived.metrics() if rounding.lossy else {"update_kept": 1.0, "rounding_noise_norm": 0.0}
+        if metrics.get("update_kept", 1.0) < MIN_UPDATE_KEPT:
             log.warning(
                 "version %d: only %.0f %% of the update reached the published weights in %s; set"
                 " learn.rounding to stochastic, or the engine's dtype to float32",
@@ -365,7 +386,7 @@ class GRPO:
         return self.policy.export(directory, rounding)
 
     def save(self, directory: Path) -> None:
-        """All it takes to go on, and what the tokens were made with: tokenizer, template, thinking policy."""
+        """Write a checkpoint: weights, optimizer state, random state, tokenizer, template and thinking."""
         state = {
             **self.optimizer.state(),
             "steps": self.steps,
@@ -378,11 +399,11 @@ class GRPO:
             (fresh / POLICY).write_text(json.dumps({"thinking": self.thinking, "steps": self.steps}) + "\n")
 
     def restore(self, directory: Path) -> None:
-        """Go on as if there had been no break: the next step gives the same weights bit for bit."""
+        """Load a checkpoint; the next step gives the same weights bit for bit."""
         directory = Path(directory)
         if not (directory / STATE).is_file():
             raise DamagedFile(f"{directory} holds no {STATE}; restore from a directory that save() wrote")
-        self._check_same(directory)
+        self._check_unchanged(directory)
         try:
             state = torch.load(directory / STATE, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
@@ -391,16 +412,14 @@ class GRPO:
         self.optimizer.load_state(state)
         self.random.set_state(state["random"])
         self.steps = state["steps"]
-        # Checkpoints of earlier releases do not say.
-        self.version, self.engine_dtype, self.control_logprob_diff = state.get(
-            "published", (None, None, None)
-        )
+        # Checkpoints of earlier releases have no "published".
+        self.version, self.engine_dtype, self.control_logprob_diff = state.get("published", (None,) * 3)
 
-    def _check_same(self, directory: Path) -> None:
-        """Tokens have to mean the same before and after."""
-        for name in SAME:
-            saved, ours = directory / MODEL / name, self.model_path / name
-            if saved.is_file() and (not ours.is_file() or saved.read_bytes() != ours.read_bytes()):
+    def _check_unchanged(self, directory: Path) -> None:
+        """Refuse a checkpoint of another tokenizer, template or thinking policy."""
+        for name in UNCHANGED_FILES:
+            saved, current = directory / MODEL / name, self.model_path / name
+            if saved.is_file() and (not current.is_file() or saved.read_bytes() != current.read_bytes()):
                 raise UsageError(
                     f"{directory} was saved with another {name} than {self.model_path} has;"
                     f" go on with the model it began with (all but the weights is in {directory / MODEL})"

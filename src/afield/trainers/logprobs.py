@@ -1,7 +1,7 @@
-"""From hidden states to the log-probabilities of sampled tokens, a few at a time.
+"""Chunked token log-probabilities from hidden states, with their gradient.
 
-All logits at once are the largest tensor of a step: tokens times vocabulary. Here they exist for one
-chunk of tokens and are reduced in float32; for the gradient they are computed again, unless they are few.
+All logits at once are the largest tensor of a step: tokens times vocabulary. Here they exist for one chunk
+of tokens and are reduced in float32; the backward pass recomputes them, unless they are few.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from torch import Tensor
 
 from afield.bitmasks import restrict
 
-CHUNK_BYTES = 1 << 30  # of float32 logits; a few times as much is in use
-KEPT_SHARE = 32  # logits that take less than this part of the memory are kept
-PROBE = 1e-4
+CHUNK_BYTES = 1 << 30
+"""Size of a chunk's float32 logits; a few times as much is in use."""
+KEPT_SHARE = 32
+"""Logits that take less than this fraction (1/32) of the memory are kept for the backward pass."""
+LINEAR_TOLERANCE = 1e-4
+"""Relative difference up to which logits are the output layer's product, in float32."""
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -29,17 +32,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         target: Tensor,
-        heat: Tensor,
+        temperature: Tensor,
         masks: Tensor | None,
     ):
-        # Cast here, so that what chunks add up to reaches weights of more precision unrounded.
+        # Cast here, so that sums over chunks reach weights of higher precision unrounded.
         ctx.kinds = weight.dtype, None if bias is None else bias.dtype
         weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         normalisers: list[Tensor] = []
         chosen: list[Tensor] = []
         ctx.kept = [] if _few(len(target), weight) else None
         ctx.masks = masks
-        for h, t, c, m in _chunks(weight, hidden, target, heat, masks):
+        for h, t, c, m in _chunks(weight, hidden, target, temperature, masks):
             logits = _logits(h, weight, bias, m)
             normaliser, picked = _reduce(h.device.type)(logits, t, c)
             normalisers.append(normaliser)
@@ -47,28 +50,28 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if ctx.kept is not None:
                 ctx.kept.append(logits)
         normaliser = torch.cat(normalisers)
-        ctx.save_for_backward(hidden, weight, bias, target, heat, normaliser)
+        ctx.save_for_backward(hidden, weight, bias, target, temperature, normaliser)
         return torch.cat(chosen) - normaliser
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor):
-        hidden, weight, bias, target, heat, normaliser = ctx.saved_tensors
+        hidden, weight, bias, target, temperature, normaliser = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         to_hidden: list[Tensor] = []
-        # Chunks add up in float32: many small sums in bfloat16 would lose what is small beside the whole.
+        # Chunks add up in float32: bfloat16 sums would lose small terms.
         to_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         to_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wants_bias else None
         for number, (h, t, c, m, n, g) in enumerate(
-            _chunks(weight, hidden, target, heat, ctx.masks, normaliser, gradients[0])
+            _chunks(weight, hidden, target, temperature, ctx.masks, normaliser, gradients[0])
         ):
             logits = ctx.kept[number] if ctx.kept is not None else _logits(h, weight, bias, m)
-            slope = _slope(h.device.type)(logits, t, c, n, g)
+            gradient_of_logits = _gradient(h.device.type)(logits, t, c, n, g)
             if wants_hidden:
-                to_hidden.append(slope @ weight)
+                to_hidden.append(gradient_of_logits @ weight)
             if to_weight is not None:
-                to_weight += slope.T @ h
+                to_weight += gradient_of_logits.T @ h
             if to_bias is not None:
-                to_bias += slope.sum(0, dtype=torch.float32)
+                to_bias += gradient_of_logits.sum(0, dtype=torch.float32)
         summed = (
             None if t is None else t.to(kind) for t, kind in zip((to_weight, to_bias), ctx.kinds, strict=True)
         )
@@ -93,8 +96,8 @@ class _GatherHidden(torch.autograd.Function):
 
 
 def gather_hidden(hidden: Tensor, source: Tensor) -> Tensor:
-    """The hidden state after which each sampled token came; many may come after one, as after a prompt, and
-    what those add to its gradient is summed in float32."""
+    """Hidden states that predict each sampled token. Several tokens may share one, as after a prompt; their
+    gradients are summed in float32."""
     return _GatherHidden.apply(hidden, source)
 
 
@@ -109,20 +112,22 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, masks: Tensor |
 
 
 def _chunks(weight: Tensor, first: Tensor, *others: Tensor | None) -> Iterator[Any]:
-    """So many tokens of each at a time; None for a tensor that is not there."""
+    """The tensors in chunks of tokens; None stays None."""
     size = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
     for start in range(0, len(first), size):
         yield tuple(None if t is None else t[start : start + size] for t in (first, *others))
 
 
-def _reduce_logits(logits: Tensor, target: Tensor, heat: Tensor) -> tuple[Tensor, Tensor]:
-    scaled = logits.float() / heat[:, None]
+def _reduce_logits(logits: Tensor, target: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    scaled = logits.float() / temperature[:, None]
     return torch.logsumexp(scaled, dim=-1), scaled.gather(1, target[:, None]).squeeze(1)
 
 
-def _slope_of_logits(logits: Tensor, target: Tensor, heat: Tensor, normaliser: Tensor, gradient: Tensor):
-    share = gradient / heat
-    probability = torch.exp(logits.float() / heat[:, None] - normaliser[:, None])
+def _logits_gradient(
+    logits: Tensor, target: Tensor, temperature: Tensor, normaliser: Tensor, gradient: Tensor
+):
+    share = gradient / temperature
+    probability = torch.exp(logits.float() / temperature[:, None] - normaliser[:, None])
     here = torch.arange(logits.shape[1], device=logits.device) == target[:, None]
     return ((here.float() - probability) * share[:, None]).to(logits.dtype)
 
@@ -133,8 +138,8 @@ def _reduce(device: str) -> Any:
 
 
 @cache
-def _slope(device: str) -> Any:
-    return torch.compile(_slope_of_logits, dynamic=True) if device == "cuda" else _slope_of_logits
+def _gradient(device: str) -> Any:
+    return torch.compile(_logits_gradient, dynamic=True) if device == "cuda" else _logits_gradient
 
 
 def chunked_logprobs(
@@ -145,25 +150,25 @@ def chunked_logprobs(
     temperature: Tensor,
     masks: Tensor | None = None,
 ) -> Tensor:
-    """Of each `target` [n], drawn at `temperature` [n] from the logits that `hidden` [n, size] gives; less
-    those that `masks` [n, words] do not allow."""
+    """Log-probability of each `target` [n] at `temperature` [n] given `hidden` [n, size], without the tokens
+    that `masks` [n, words] forbid."""
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     return _ChunkedLogprobs.apply(hidden, weight, bias, target, temperature.float(), masks)
 
 
-_plain: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+_linear: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def has_linear_head(model: Any) -> bool:
-    """Whether a model's logits are its last layer's product with hidden states, and nothing besides."""
-    if model not in _plain:
-        _plain[model] = _is_plain(model)
-    return _plain[model]
+    """Whether a model's logits are the product of its output layer and hidden states, and nothing else."""
+    if model not in _linear:
+        _linear[model] = _is_linear(model)
+    return _linear[model]
 
 
 @torch.no_grad()
-def _is_plain(model: Any) -> bool:
+def _is_linear(model: Any) -> bool:
     head = model.get_output_embeddings()
     if type(head) is not torch.nn.Linear or model.get_decoder() is head:
         return False
@@ -171,7 +176,7 @@ def _is_plain(model: Any) -> bool:
     logits = model(input_ids=ids, use_cache=False).logits
     output = model.get_decoder()(input_ids=ids, use_cache=False)
     hidden = getattr(output, "last_hidden_state", None)
-    if hidden is None:  # what it calls its decoder is the whole model
+    if hidden is None:  # its decoder is the whole model
         return False
     off = (head(hidden) - logits).abs().max() / logits.abs().max().clamp(min=1e-6)
-    return bool(off <= (PROBE if logits.dtype == torch.float32 else 100 * PROBE))
+    return bool(off <= (LINEAR_TOLERANCE if logits.dtype == torch.float32 else 100 * LINEAR_TOLERANCE))

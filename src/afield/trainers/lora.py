@@ -1,7 +1,7 @@
-"""Low-rank adapters (peft) inside a model that otherwise stays as it was loaded.
+"""LoRA adapters (peft) inside a model whose other weights stay frozen.
 
-They are put into its linear layers, so that the model is called as before. Adapters are float32 whatever the
-model is. Merging makes new tensors: what trains never goes through a merge and back.
+Adapters are injected into linear layers, so that the model is called as before. They are float32 whatever the
+model's dtype. Merging creates new tensors: adapters in training are never merged and restored.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ ALL = ("all-linear",)
 
 
 def attach(model: Any, options: LoraOptions, path: Path) -> None:
-    """Put fresh adapters into `model`, which then computes what it did before, and train nothing else.
+    """Inject adapters into `model` and freeze the rest; outputs stay the same until they are trained.
 
-    Their first values depend on nothing but the model and the options.
+    Initial values depend on the model and the options only.
     """
     try:
         import peft
@@ -78,35 +78,39 @@ def adapters_disabled(model: Any) -> Iterator[None]:
 
 
 def adapter_state(model: Any) -> dict[str, Tensor]:
-    """The adapters' tensors, by the names that peft's files have."""
-    found: dict[str, Tensor] = {}
+    """The adapters' tensors, by their names in peft's files."""
+    state: dict[str, Tensor] = {}
     for name, layer in _layers(model):
-        found[f"base_model.model.{name}.lora_A.weight"] = layer.lora_A[NAME].weight.detach()
-        found[f"base_model.model.{name}.lora_B.weight"] = layer.lora_B[NAME].weight.detach()
-    return found
+        state[f"base_model.model.{name}.lora_A.weight"] = layer.lora_A[NAME].weight.detach()
+        state[f"base_model.model.{name}.lora_B.weight"] = layer.lora_B[NAME].weight.detach()
+    return state
 
 
 def base_state(model: Any) -> dict[str, Tensor]:
-    """The model's tensors without its adapters, by the names that they have in its checkpoint."""
+    """The model's tensors without its adapters, by their names in its checkpoint."""
     inside = {f"{name}.": layer for name, layer in _layers(model)}
-    found = {n: t for n, t in model.state_dict().items() if not n.startswith(tuple(inside))}
+    state = {n: t for n, t in model.state_dict().items() if not n.startswith(tuple(inside))}
     for name, layer in inside.items():
-        found |= {f"{name}{part}": t for part, t in layer.get_base_layer().state_dict().items()}
-    return found
+        state |= {f"{name}{part}": t for part, t in layer.get_base_layer().state_dict().items()}
+    return state
 
 
 class AdaptedWeight(NamedTuple):
-    """A weight with an adapter: its name in the checkpoint, itself, and the factors of what is added."""
+    """A weight and its adapter."""
 
     name: str
+    """Name in the checkpoint."""
     weight: Tensor
     down: Tensor
+    """Adapter matrix A."""
     up: Tensor
+    """Adapter matrix B."""
     scale: float
     transposed: bool
+    """Whether the weight is stored as [in, out]."""
 
     def delta(self, whole: Callable[[Tensor], Tensor]) -> Tensor:
-        """In float32, whatever the model is."""
+        """scale * B @ A in float32; `whole` gathers a sharded tensor."""
         change = self.scale * (whole(self.up).float() @ whole(self.down).float())
         return change.T.contiguous() if self.transposed else change
 
@@ -127,15 +131,15 @@ def adapted_weights(model: Any) -> list[AdaptedWeight]:
 
 @torch.no_grad()
 def merged_state(model: Any, whole: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """The whole model's tensors as if it had never had adapters, what these add included, in float32."""
-    found = {name: whole(tensor) for name, tensor in base_state(model).items()}
+    """The whole model's tensors with adapters merged, in float32."""
+    state = {name: whole(tensor) for name, tensor in base_state(model).items()}
     for one in adapted_weights(model):
         down, up = whole(one.down), whole(one.up)
-        base = found[one.name]
+        base = state[one.name]
         if base.numel():
             gathered = one._replace(down=down, up=up)
-            found[one.name] = base.float() + gathered.delta(lambda tensor: tensor)
-    return found
+            state[one.name] = base.float() + gathered.delta(lambda tensor: tensor)
+    return state
 
 
 def write_adapter(model: Any, directory: Path, tensors: Mapping[str, Tensor]) -> None:

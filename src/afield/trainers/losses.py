@@ -1,10 +1,11 @@
-"""What a sampled token costs: PPO's clip, CISPO, GSPO; corrections for staleness; KL; entropy; adding up.
+"""Policy losses: PPO clip, CISPO, GSPO and Dr. GRPO; importance weights, KL, entropy, aggregation.
 
-Pure functions of vectors with one entry per sampled token, row after row; nothing here knows how a model
-was run. Three policies meet: the one that sampled, the one the step began with (proximal), and the one
-that is being trained. The ratio of the last two is what losses clip; the ratio of the first two is a
-constant weight that corrects for staleness. A sequence is a row: where losses or corrections work on
-sequences, a rollout of several rows has several.
+Pure functions of vectors with one entry per sampled token, row after row. Three policies meet here: the one
+that sampled, the one that the step began with (proximal), and the one in training. Losses clip the ratio of
+the last two; the ratio of the first two is a constant importance weight. A sequence is a row: where a loss or
+a correction works on sequences, a rollout of several rows has several.
+
+To add a loss: write a function of `LossInputs` and `Objective`, and add a line to `LOSSES`.
 """
 
 from __future__ import annotations
@@ -17,25 +18,11 @@ import torch
 from torch import Tensor
 
 from afield.errors import UsageError
+from afield.settings.trainer import LossName
 
-LossName = Literal["ppo", "cispo", "gspo", "dr_grpo"]
 Aggregate = Literal["rollout", "token", "constant"]
 Importance = Literal["token", "sequence", "masked", "off"]
-Estimator = Literal["k1", "k2", "k3"]
-
-DEFAULT_CLIP: dict[str, tuple[float, float]] = {
-    "ppo": (0.2, 0.28),
-    "dr_grpo": (0.2, 0.28),
-    "cispo": (1.0, 4.0),  # only from above: a ratio is never below 0
-    "gspo": (3e-4, 4e-4),  # a sequence's ratio is a mean, and so much nearer to 1
-}
-USUAL_AGGREGATE: dict[str, Aggregate] = {
-    "ppo": "rollout",
-    "cispo": "rollout",
-    "gspo": "rollout",
-    "dr_grpo": "constant",
-}
-
+KLEstimator = Literal["k1", "k2", "k3"]
 
 DUAL_CLIP = 3.0
 """Bound on the ratio of a token with a negative advantage (dual clip); for "ppo" and "dr_grpo"."""
@@ -44,170 +31,206 @@ MAX_LOG_RATIO, MAX_K3 = 20.0, 10.0
 
 
 class LossInputs(NamedTuple):
-    """What a loss sees of each sampled token. All log-probabilities are of the tempered distribution."""
+    """Inputs of a loss, one entry per sampled token. Log-probabilities are at the sampling temperature."""
 
-    logp: Tensor  # of the policy in training, with its gradient
-    proximal: Tensor  # of the policy the step began with
-    sampler: Tensor  # when it was sampled
+    logp: Tensor
+    """Log-probability under the policy in training, with its gradient."""
+    proximal: Tensor
+    """Log-probability under the policy that the step began with."""
+    sampler: Tensor
+    """Log-probability that the sampler recorded."""
     advantage: Tensor
-    weight: Tensor  # what it counts
-    row: Tensor  # which sequence it belongs to, from 0
-    reference: Tensor | None = None  # of the policy the run began with
+    weight: Tensor
+    """Weight of the token in the sum; see `token_weights`."""
+    row: Tensor
+    """Index of the token's row, from 0."""
+    reference: Tensor | None = None
+    """Log-probability under the policy that the run began with; None without a KL penalty."""
 
 
 class Objective(NamedTuple):
-    """Which loss, with its settings."""
+    """A loss and its settings."""
 
     loss: LossName = "ppo"
-    clip: tuple[float, float] = DEFAULT_CLIP["ppo"]
+    clip: tuple[float, float] | None = None
+    """Bounds (low, high) of the ratio: 1 - low and 1 + high; None is the loss's default."""
     dual_clip: float = DUAL_CLIP
     importance: Importance = "token"
     importance_cap: float = 2.0
     kl: float = 0.0
-    kl_estimator: Estimator = "k3"
+    """Coefficient of the KL penalty; 0 is off."""
+    kl_estimator: KLEstimator = "k3"
     entropy: float = 0.0
+    """Coefficient of the entropy bonus; 0 is off."""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return self.clip or LOSSES[self.loss].clip
 
 
 class LossOutputs(NamedTuple):
-    """`total` is summed over the tokens, each by its weight; the others are per token, without gradient."""
+    """The loss to differentiate, and per-token diagnostics without gradient."""
 
     total: Tensor
-    ratio: Tensor  # to the proximal policy
-    clipped: Tensor  # the clip took its gradient, or bounded its weight
-    importance: Tensor  # the weight that corrects for staleness
-    truncated: Tensor  # that weight is not what it would have been
-    penalty: Tensor | None  # KL, where it is on
+    """Sum over the tokens, each by its weight."""
+    ratio: Tensor
+    """Ratio to the proximal policy."""
+    clipped: Tensor
+    """Whether the clip removed the token's gradient, or bounded its weight."""
+    importance: Tensor
+    """Importance weight that corrects for staleness."""
+    truncated: Tensor
+    """Whether that weight was truncated or masked."""
+    penalty: Tensor | None
+    """KL estimate; None without a KL penalty."""
 
 
 class TokenLoss(NamedTuple):
-    cost: Tensor
+    """A policy loss before importance weights: loss, ratio and whether it was clipped, per token."""
+
+    loss: Tensor
     ratio: Tensor
     clipped: Tensor
 
 
-def check_choice(word: str, words: Any, what: str) -> None:
-    if word not in get_args(words):
-        raise UsageError(f"unknown {what} {word!r}; choose one of: {', '.join(get_args(words))}")
+def check_choice(value: str, choices: Any, name: str) -> None:
+    if value not in get_args(choices):
+        raise UsageError(f"unknown {name} {value!r}; choose one of: {', '.join(get_args(choices))}")
 
 
-def compute_loss(tokens: LossInputs, objective: Objective) -> LossOutputs:
+def compute_loss(inputs: LossInputs, objective: Objective) -> LossOutputs:
+    """Policy loss times importance weight, minus the entropy bonus, plus the KL penalty."""
     check_choice(objective.loss, LossName, "loss")
-    surrogate = SURROGATES[objective.loss](tokens, objective)
+    policy = LOSSES[objective.loss].function(inputs, objective)
     importance, truncated = importance_weights(
-        tokens.proximal.detach() - tokens.sampler, tokens.row, objective.importance, objective.importance_cap
+        inputs.proximal.detach() - inputs.sampler, inputs.row, objective.importance, objective.importance_cap
     )
-    cost = surrogate.cost * importance
+    loss = policy.loss * importance
     if objective.entropy:
-        cost = cost - objective.entropy * importance * entropy_bonus(tokens)
+        loss = loss - objective.entropy * importance * entropy_bonus(inputs)
     penalty = None
-    if tokens.reference is not None:
-        penalty = kl_estimate(tokens.logp, tokens.reference, objective.kl_estimator)
-        cost = cost + objective.kl * penalty
+    if inputs.reference is not None:
+        penalty = kl_estimate(inputs.logp, inputs.reference, objective.kl_estimator)
+        loss = loss + objective.kl * penalty
     return LossOutputs(
-        total=(cost * tokens.weight).sum(),
-        ratio=surrogate.ratio.detach(),
-        clipped=surrogate.clipped,
+        total=(loss * inputs.weight).sum(),
+        ratio=policy.ratio.detach(),
+        clipped=policy.clipped,
         importance=importance,
         truncated=truncated,
         penalty=None if penalty is None else penalty.detach(),
     )
 
 
-# --- losses --------------------------------------------------------------------------------------
+# --- policy losses -------------------------------------------------------------------------------
 
 
-def ppo(tokens: LossInputs, objective: Objective) -> TokenLoss:
-    """The lesser gain of the ratio as it is and as it is bounded; dual clip bounds what a bad token costs."""
-    ratio = torch.exp(tokens.logp - tokens.proximal)
-    surrogate = _clipped(ratio, tokens.advantage, objective.clip)
-    bound = -objective.dual_clip * tokens.advantage
-    dual = (tokens.advantage < 0) & (surrogate.cost > bound)
-    return TokenLoss(torch.where(dual, bound, surrogate.cost), ratio, surrogate.clipped | dual)
+def ppo(inputs: LossInputs, objective: Objective) -> TokenLoss:
+    """PPO's clipped loss, with dual clip for negative advantages."""
+    ratio = torch.exp(inputs.logp - inputs.proximal)
+    clipped = _clipped(ratio, inputs.advantage, objective.bounds)
+    bound = -objective.dual_clip * inputs.advantage
+    dual = (inputs.advantage < 0) & (clipped.loss > bound)
+    return TokenLoss(torch.where(dual, bound, clipped.loss), ratio, clipped.clipped | dual)
 
 
-def gspo(tokens: LossInputs, objective: Objective) -> TokenLoss:
+def gspo(inputs: LossInputs, objective: Objective) -> TokenLoss:
     """PPO's clip on the ratio of a whole sequence, its geometric mean; the gradient is spread over tokens."""
-    apart = row_mean((tokens.logp - tokens.proximal).detach(), tokens.row)[tokens.row]
-    ratio = torch.exp(tokens.logp - tokens.logp.detach() + apart)
-    return _clipped(ratio, tokens.advantage, objective.clip)
+    log_ratio = row_mean((inputs.logp - inputs.proximal).detach(), inputs.row)[inputs.row]
+    ratio = torch.exp(inputs.logp - inputs.logp.detach() + log_ratio)
+    return _clipped(ratio, inputs.advantage, objective.bounds)
 
 
-def cispo(tokens: LossInputs, objective: Objective) -> TokenLoss:
-    """REINFORCE weighed by the bounded ratio: every token keeps a gradient, whatever its ratio."""
-    ratio = torch.exp(tokens.logp - tokens.proximal).detach()
-    bounded = ratio.clamp(1 - objective.clip[0], 1 + objective.clip[1])
-    return TokenLoss(-bounded * tokens.advantage * tokens.logp, ratio, bounded != ratio)
+def cispo(inputs: LossInputs, objective: Objective) -> TokenLoss:
+    """REINFORCE weighted by the clamped ratio: every token keeps its gradient."""
+    low, high = objective.bounds
+    ratio = torch.exp(inputs.logp - inputs.proximal).detach()
+    clamped = ratio.clamp(1 - low, 1 + high)
+    return TokenLoss(-clamped * inputs.advantage * inputs.logp, ratio, clamped != ratio)
 
 
-def _clipped(ratio: Tensor, advantage: Tensor, clip: tuple[float, float]) -> TokenLoss:
-    free = ratio * advantage
-    held = ratio.clamp(1 - clip[0], 1 + clip[1]) * advantage
-    return TokenLoss(-torch.minimum(free, held), ratio, held < free)
+def _clipped(ratio: Tensor, advantage: Tensor, bounds: tuple[float, float]) -> TokenLoss:
+    unclipped = ratio * advantage
+    clipped = ratio.clamp(1 - bounds[0], 1 + bounds[1]) * advantage
+    return TokenLoss(-torch.minimum(unclipped, clipped), ratio, clipped < unclipped)
 
 
-# Dr. GRPO's surrogate is PPO's: what differs is how it adds up, and advantages that are not scaled.
-SURROGATES: dict[str, Callable[[LossInputs, Objective], TokenLoss]] = {
-    "ppo": ppo,
-    "dr_grpo": ppo,
-    "cispo": cispo,
-    "gspo": gspo,
+class PolicyLoss(NamedTuple):
+    """A registered loss with its default clip and aggregation."""
+
+    function: Callable[[LossInputs, Objective], TokenLoss]
+    clip: tuple[float, float]
+    aggregate: Aggregate = "rollout"
+
+
+LOSSES: dict[LossName, PolicyLoss] = {
+    "ppo": PolicyLoss(ppo, clip=(0.2, 0.28)),
+    # PPO's loss with another aggregation, and advantages that are not divided by a deviation.
+    "dr_grpo": PolicyLoss(ppo, clip=(0.2, 0.28), aggregate="constant"),
+    # Bounded from above only: a ratio is never below 0.
+    "cispo": PolicyLoss(cispo, clip=(1.0, 4.0)),
+    # The ratio of a sequence is a mean, and so much nearer to 1.
+    "gspo": PolicyLoss(gspo, clip=(3e-4, 4e-4)),
 }
+DEFAULT_CLIP = {name: loss.clip for name, loss in LOSSES.items()}
 
 
-# --- what is added to them -----------------------------------------------------------------------
+# --- importance weights, KL, entropy -------------------------------------------------------------
 
 
-def importance_weights(apart: Tensor, row: Tensor, kind: Importance, cap: float) -> tuple[Tensor, Tensor]:
-    """The weight that makes tokens of an older policy count as the proximal one's do, and where it was cut.
+def importance_weights(
+    log_ratio: Tensor, row: Tensor, importance: Importance, cap: float
+) -> tuple[Tensor, Tensor]:
+    """Weights that correct for the policy that sampled, and where they were truncated.
 
-    `apart` is proximal minus sampler. "token" truncates each token's ratio at `cap`, "sequence" the product
-    of a row's, "masked" drops tokens whose ratio is above `cap` or below its inverse.
+    `log_ratio` is proximal minus sampler. "token" truncates each token's ratio at `cap`, "sequence" the
+    product over a row, "masked" drops tokens whose ratio is above `cap` or below its inverse.
     """
-    if kind == "off":
-        return torch.ones_like(apart), torch.zeros_like(apart, dtype=torch.bool)
-    check_choice(kind, Importance, "importance")
-    raw = torch.exp(row_sum(apart, row)[row] if kind == "sequence" else apart)
-    if kind == "masked":
-        outside = (raw > cap) | (raw < 1 / cap)
-        return torch.where(outside, torch.zeros_like(raw), raw), outside
-    return raw.clamp(max=cap), raw > cap
+    if importance == "off":
+        return torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool)
+    check_choice(importance, Importance, "importance")
+    ratio = torch.exp(row_sum(log_ratio, row)[row] if importance == "sequence" else log_ratio)
+    if importance == "masked":
+        outside = (ratio > cap) | (ratio < 1 / cap)
+        return torch.where(outside, torch.zeros_like(ratio), ratio), outside
+    return ratio.clamp(max=cap), ratio > cap
 
 
-def kl_estimate(logp: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
-    """Estimates, from a token the policy sampled, of how far it has moved from the reference (KL).
+def kl_estimate(logp: Tensor, reference: Tensor, estimator: KLEstimator) -> Tensor:
+    """Per-token estimate of the KL divergence from the reference policy.
 
     k1 is unbiased and may be negative; k2 is its square, halved; k3 is unbiased and never negative, up to
-    its bounds (a token that the reference finds e^20 times likelier would count 5e8). k1's gradient teaches
-    nothing as a loss (its mean is 0): it is differentiated as k2.
+    its bounds (a token that the reference finds e^20 times likelier would count 5e8). The gradient of k1 has
+    mean 0 and trains nothing, so k1 is differentiated as k2.
     """
-    check_choice(estimator, Estimator, "KL estimator")
-    away = logp - reference
+    check_choice(estimator, KLEstimator, "KL estimator")
+    log_ratio = logp - reference
     if estimator == "k2":
-        return 0.5 * away.square()
+        return 0.5 * log_ratio.square()
     if estimator == "k1":
-        halved = 0.5 * away.square()
-        return away.detach() + halved - halved.detach()
-    away = away.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return (torch.expm1(-away) + away).clamp(max=MAX_K3)
+        k2 = 0.5 * log_ratio.square()
+        return log_ratio.detach() + k2 - k2.detach()
+    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (torch.expm1(-log_ratio) + log_ratio).clamp(max=MAX_K3)
 
 
-def entropy_bonus(tokens: LossInputs) -> Tensor:
+def entropy_bonus(inputs: LossInputs) -> Tensor:
     """A token's part of the policy's entropy: -log p, with the gradient of the entropy in expectation."""
-    ratio = torch.exp(tokens.logp - tokens.proximal.detach())
-    return -ratio * tokens.logp.detach()
+    ratio = torch.exp(inputs.logp - inputs.proximal.detach())
+    return -ratio * inputs.logp.detach()
 
 
-# --- how it adds up ------------------------------------------------------------------------------
+# --- aggregation ---------------------------------------------------------------------------------
 
 
 def token_weights(
     weight: Tensor, aggregate: Aggregate, *, rollouts: int, tokens: int, length: int
 ) -> tuple[Tensor, float]:
-    """What each token counts, and what their sum is divided by, in an update of `rollouts` with `tokens`.
+    """Weight of each token, and the divisor of their sum, in an update of `rollouts` with `tokens`.
 
-    "rollout": the mean over rollouts, whose tokens (by `weight`) count 1 together. "token": the mean over
-    tokens, so that a long rollout counts more. "constant": the sum of a rollout's tokens by `length`,
-    which is the same for all, and the mean over rollouts.
+    "rollout": mean over rollouts, whose tokens (by `weight`) add up to 1. "token": mean over tokens, so that
+    a long rollout counts more. "constant": sum over a rollout's tokens divided by `length`, then the mean
+    over rollouts.
     """
     check_choice(aggregate, Aggregate, "aggregate")
     if aggregate == "rollout":
@@ -227,6 +250,6 @@ def row_mean(values: Tensor, row: Tensor) -> Tensor:
 
 
 def effective_sample_size(weight: Tensor) -> float:
-    """How many equally weighed tokens these would be worth (Kish): far fewer than there are is a warning."""
+    """Kish's effective sample size: the number of equally weighted tokens that these are worth."""
     total, squares = float(weight.sum()), float(weight.square().sum())
     return total * total / squares if squares > 0 and math.isfinite(squares) else 0.0

@@ -1,53 +1,68 @@
-"""Rows to the passes a model makes over them, and the log-probabilities that come out.
+"""Micro-batches: rows laid out for one forward pass, and their token log-probabilities.
 
-All that a loss needs is flat, one entry per sampled token, row after row: how the model was run does
-not matter to it. A tree computes every token that rows share once; padded rows are for models that
-cannot be run over one, for rows longer than a tree may have, and for rows with images. No row is ever split.
+1. `split_micro_batches` packs rows into token trees, which compute shared prefixes once, or pads them. Rows
+   are padded for models that cannot run over a tree, beyond the tree's row length, and with images.
+2. `token_logprobs` runs the model over a micro-batch. Its inputs and outputs are flat, one entry per sampled
+   token, row after row, whatever the layout. No row is ever split.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from afield.batches.rows import Row
 from afield.bitmasks import restrict
 from afield.errors import UsageError
 from afield.masks import ConstraintMasks
-from afield.trainers.batch import Row
-from afield.trainers.images import ImageReader
 from afield.trainers.logprobs import chunked_logprobs, gather_hidden, has_linear_head
 from afield.trainers.packing import pack, split
-from afield.trainers.padded import Padded, images_in
 from afield.trainers.tree_attention import TokenTree
-from afield.types import TurnRange
+from afield.types import Image, TurnRange
+from afield.vision import ImageFeatures, PixelInputs, Vision, concat_features
 
 LayoutName = Literal["tree", "padded"]
+MAX_DECODED_IMAGES = 512
 
 
 class MaskedTokens(NamedTuple):
-    """Which sampled tokens of a pass have a mask, and those masks."""
+    """Sampled tokens of constrained turns, and their bit masks over the vocabulary."""
 
     tokens: Tensor
+    """Indices of the sampled tokens."""
     words: Tensor
+    """Bit masks, [tokens, words]."""
 
 
 class MicroBatch(NamedTuple):
+    """Rows of one forward pass. Tensors have one entry per sampled token."""
+
     rows: list[Row]
     layout: Padded | TokenTree
-    computed: int  # tokens the model is run over
-    source: Tensor  # after which of them each sampled token came
-    row: Tensor  # which of `rows` it is in
-    place: Tensor  # and where there
-    target: Tensor  # its id
+    computed: int
+    """Number of tokens that the model computes."""
+    source: Tensor
+    """Index of the computed token whose hidden state predicts the sampled token."""
+    row: Tensor
+    """Index of the row."""
+    place: Tensor
+    """Index of the token in its row."""
+    target: Tensor
+    """Token id."""
     temperature: Tensor
-    sampler: Tensor  # its log-probability when it was sampled
+    sampler: Tensor
+    """Log-probability that the sampler recorded."""
     advantage: Tensor
-    weight: Tensor  # a rollout's sum to 1
-    masked: MaskedTokens | None = None  # of tokens that were sampled under a constraint
+    weight: Tensor
+    """Weights of a rollout's tokens add up to 1."""
+    masked: MaskedTokens | None = None
+    """Tokens that were sampled under a constraint."""
 
 
 def split_micro_batches(
@@ -59,9 +74,11 @@ def split_micro_batches(
     reader: ImageReader | None = None,
     masks: ConstraintMasks | None = None,
 ) -> list[MicroBatch]:
-    """Passes over at most `max_tokens` tokens each, unless one row alone has more. With a `longest` row for
-    trees, longer ones are padded; so are rows with images, which need `reader`. Turns that were sampled under
-    a constraint need `masks`."""
+    """Micro-batches of at most `max_tokens` tokens each, unless one row alone has more.
+
+    `longest` is the row length up to which rows run over a tree; longer rows and rows with images are
+    padded. Images need `reader`, constrained turns need `masks`.
+    """
     return [_masked(batch, masks) for batch in _laid_out(rows, max_tokens, device, layout, longest, reader)]
 
 
@@ -75,54 +92,54 @@ def _laid_out(
 ) -> list[MicroBatch]:
     rows = [row for row in rows if row.trajectory.owned]
     if layout == "padded":
-        return _side_by_side(rows, max_tokens, device, reader)
+        return _padded_batches(rows, max_tokens, device, reader)
     short = [row for row in rows if _fits_tree(row, longest)]
     rest = [row for row in rows if not _fits_tree(row, longest)]
     parts = split([row.trajectory.token_ids for row in short], max_tokens)
     trees = [_tree([short[number] for number in part], device) for part in parts]
-    return [*trees, *_side_by_side(rest, max_tokens, device, reader)]
+    return [*trees, *_padded_batches(rest, max_tokens, device, reader)]
 
 
 def _fits_tree(row: Row, longest: int | None) -> bool:
     return not row.trajectory.images and (longest is None or len(row.trajectory.token_ids) <= longest)
 
 
-def _side_by_side(
+def _padded_batches(
     rows: Sequence[Row], max_tokens: int, device: torch.device, reader: ImageReader | None
 ) -> list[MicroBatch]:
-    passes: list[MicroBatch] = []
+    batches: list[MicroBatch] = []
     pending: list[Row] = []
     for row in sorted(rows, key=lambda r: len(r.trajectory.token_ids)):
         if pending and (len(pending) + 1) * len(row.trajectory.token_ids) > max_tokens:
-            passes.append(_padded(pending, device, reader))
+            batches.append(_padded(pending, device, reader))
             pending = []
         pending.append(row)
-    return [*passes, _padded(pending, device, reader)] if pending else passes
+    return [*batches, _padded(pending, device, reader)] if pending else batches
 
 
 def _tree(rows: list[Row], device: torch.device) -> MicroBatch:
     packed = pack([row.trajectory.token_ids for row in rows])
     tree = TokenTree(packed, device)
     sources = [path[place - 1] for row, path in zip(rows, packed.paths, strict=True) for place in places(row)]
-    return _pass(rows, tree, len(packed.ids), sources, device)
+    return _micro_batch(rows, tree, len(packed.ids), sources, device)
 
 
 def _padded(rows: list[Row], device: torch.device, reader: ImageReader | None) -> MicroBatch:
-    if reader is None and (shown := [row for row in rows if row.trajectory.images]):
-        raise UsageError(f"rollout {shown[0].rollout_id}: it has images, and the model takes none")
+    if reader is None and (with_images := [row for row in rows if row.trajectory.images]):
+        raise UsageError(f"rollout {with_images[0].rollout_id}: it has images, and the model takes none")
     width = max(len(row.trajectory.token_ids) for row in rows)
     filled = [(*row.trajectory.token_ids, *[0] * (width - len(row.trajectory.token_ids))) for row in rows]
     sources = [line * width + place - 1 for line, row in enumerate(rows) for place in places(row)]
     layout = Padded(torch.tensor(filled, device=device), images_in(rows, width, device, reader))
-    return _pass(rows, layout, layout.ids.numel(), sources, device)
+    return _micro_batch(rows, layout, layout.ids.numel(), sources, device)
 
 
 def places(row: Row) -> list[int]:
-    """Where the sampled tokens it owns are."""
+    """Indices of the sampled tokens that the row owns."""
     return [place for turn in row.trajectory.turns for place in range(turn.start, turn.end)]
 
 
-def _pass(
+def _micro_batch(
     rows: list[Row], layout: Padded | TokenTree, computed: int, sources: list[int], device: torch.device
 ) -> MicroBatch:
     entries: list[tuple[int, int, int, float, float, float, float]] = []
@@ -130,9 +147,9 @@ def _pass(
         trajectory = row.trajectory
         ids, sampler = trajectory.token_ids, trajectory.logprobs
         weight = trajectory.weight / trajectory.owned
-        for turn, earned in zip(trajectory.turns, row.advantages, strict=True):
+        for turn, advantage in zip(trajectory.turns, row.advantages, strict=True):
             entries += [
-                (line, p, ids[p], turn.temperature, sampler[p], earned, weight)
+                (line, p, ids[p], turn.temperature, sampler[p], advantage, weight)
                 for p in range(turn.start, turn.end)
             ]
     columns = [torch.tensor(column, device=device) for column in zip(*entries, strict=True)]
@@ -140,16 +157,16 @@ def _pass(
 
 
 def _masked(batch: MicroBatch, masks: ConstraintMasks | None) -> MicroBatch:
-    """With the masks that the constraints of its turns give for the very ids that were sampled."""
+    """Add the masks of constrained turns, replayed over the ids that were sampled."""
     tokens: list[int] = []
     words: list[Tensor] = []
-    at = 0
+    first = 0
     for row in batch.rows:
         for turn in row.trajectory.turns:
             if turn.constraint is not None:
-                words.append(_along(row, turn, masks))
-                tokens.extend(range(at, at + turn.end - turn.start))
-            at += turn.end - turn.start
+                words.append(_turn_masks(row, turn, masks))
+                tokens.extend(range(first, first + turn.end - turn.start))
+            first += turn.end - turn.start
     if not words:
         return batch
     device = batch.target.device
@@ -158,11 +175,11 @@ def _masked(batch: MicroBatch, masks: ConstraintMasks | None) -> MicroBatch:
     )
 
 
-def _along(row: Row, turn: TurnRange, masks: ConstraintMasks | None) -> Tensor:
+def _turn_masks(row: Row, turn: TurnRange, masks: ConstraintMasks | None) -> Tensor:
     where = f"rollout {row.rollout_id}, turn {turn.id}"
     assert turn.constraint is not None
     if masks is None or masks.missing:
-        why = masks.missing if masks else "this trainer knows no constraints"
+        why = masks.missing if masks else "this trainer has no constraint masks"
         raise UsageError(f"{where}: sampled under a constraint; {why}, or set constrained_turns = 'exclude'")
     try:
         return masks.along(turn.constraint, row.trajectory.token_ids[turn.start : turn.end])
@@ -173,12 +190,12 @@ def _along(row: Row, turn: TurnRange, masks: ConstraintMasks | None) -> Tensor:
 
 
 def token_logprobs(model: Any, batch: MicroBatch) -> Tensor:
-    """Of every sampled token, under the distribution `model` would have sampled it from."""
+    """Log-probability of every sampled token under the distribution that `model` samples from."""
     # A sharded model gathers its weights only when it is called as a whole.
     if not isinstance(model, FSDPModule) and has_linear_head(model):
         head = model.get_output_embeddings()
         hidden = gather_hidden(batch.layout.hidden(model), batch.source)
-        return _of_hidden(hidden, head, batch)
+        return _logprobs_of_hidden(hidden, head, batch)
     needed, place = torch.unique(batch.source, return_inverse=True)
     logits = batch.layout.logits(model, needed)[place]
     scaled = logits.float()
@@ -189,8 +206,8 @@ def token_logprobs(model: Any, batch: MicroBatch) -> Tensor:
     return torch.log_softmax(scaled, dim=-1).gather(1, batch.target[:, None]).squeeze(1)
 
 
-def _of_hidden(hidden: Tensor, head: Any, batch: MicroBatch) -> Tensor:
-    """Tokens with a mask on their own, so that the others do not pay for it."""
+def _logprobs_of_hidden(hidden: Tensor, head: Any, batch: MicroBatch) -> Tensor:
+    """Masked tokens are computed apart, so that the others do not pay for masks."""
     weight, bias = head.weight, head.bias
     if batch.masked is None:
         return chunked_logprobs(hidden, weight, bias, batch.target, batch.temperature)
@@ -198,10 +215,125 @@ def _of_hidden(hidden: Tensor, head: Any, batch: MicroBatch) -> Tensor:
     free = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
     free[held] = False
     parts = ((free.nonzero().flatten(), None), (held, batch.masked.words))
-    found = [
+    logprobs = [
         chunked_logprobs(hidden[tokens], weight, bias, batch.target[tokens], batch.temperature[tokens], words)
         for tokens, words in parts
         if len(tokens)
     ]
     order = torch.cat([tokens for tokens, _ in parts])
-    return torch.zeros(len(hidden), device=hidden.device).index_copy(0, order, torch.cat(found))
+    return torch.zeros(len(hidden), device=hidden.device).index_copy(0, order, torch.cat(logprobs))
+
+
+# --- padded rows and images ----------------------------------------------------------------------
+
+
+class BatchImages(NamedTuple):
+    """Distinct images of a padded micro-batch, and where their features go."""
+
+    vision: Vision
+    pictures: list[PixelInputs]
+    source: Tensor
+    """Index among all images' features, per image token."""
+    rows: Tensor
+    """Row of each image token."""
+    columns: Tensor
+    """Column of each image token."""
+    positions: Tensor | None
+    """M-RoPE positions, [3, rows, width]; None for models without M-RoPE."""
+
+    def features(self, model: Any) -> ImageFeatures:
+        features = concat_features(self.vision.features(model, self.pictures))
+        return ImageFeatures(features.rows[self.source], tuple(layer[self.source] for layer in features.deep))
+
+
+class Padded(NamedTuple):
+    """Rows padded on the right, where a causal model does not look, so that no mask is needed."""
+
+    ids: Tensor
+    """Token ids, [rows, width]."""
+    images: BatchImages | None = None
+
+    def hidden(self, model: Any) -> Tensor:
+        images = self.images
+        if images is None:
+            return model.get_decoder()(input_ids=self.ids, use_cache=False).last_hidden_state.flatten(0, 1)
+        hidden = images.vision.hidden(
+            model,
+            self.ids,
+            images.rows,
+            images.columns,
+            images.features(model),
+            position_ids=images.positions,
+            use_cache=False,
+        )
+        return hidden.flatten(0, 1)
+
+    def logits(self, model: Any, tokens: Tensor) -> Tensor:
+        if self.images is not None:
+            return model.get_output_embeddings()(self.hidden(model)[tokens])
+        width = self.ids.shape[1]
+        needed, column = torch.unique(tokens % width, return_inverse=True)
+        output = model(input_ids=self.ids, use_cache=False, logits_to_keep=needed)
+        return output.logits[tokens // width, column]
+
+
+def images_in(
+    rows: Sequence[Row], width: int, device: torch.device, reader: ImageReader | None
+) -> BatchImages | None:
+    """Images of these rows; None without any. Rows with images need `reader`."""
+    if not any(row.images for row in rows) or reader is None:
+        return None
+    pictures: dict[str, PixelInputs] = {}
+    first: dict[str, int] = {}
+    source: list[int] = []
+    places: list[tuple[int, int]] = []
+    positions: list[np.ndarray] = []
+    total = 0
+    for line, row in enumerate(rows):
+        mine = [reader.pixels(row, image) for image in row.images]
+        reader.check(row, mine)
+        for span, picture in zip(row.trajectory.images, mine, strict=True):
+            if picture.digest not in first:
+                first[picture.digest] = total
+                pictures[picture.digest] = picture
+                total += picture.tokens
+            source += range(first[picture.digest], first[picture.digest] + span.length)
+            places += [(line, place) for place in range(span.start, span.start + span.length)]
+        if reader.vision.mrope:
+            grids = [picture.grid for picture in mine]
+            positions.append(reader.vision.positions(width, row.trajectory.images, grids))
+    return BatchImages(
+        reader.vision,
+        list(pictures.values()),
+        torch.tensor(source, device=device),
+        torch.tensor([line for line, _ in places], device=device),
+        torch.tensor([place for _, place in places], device=device),
+        torch.from_numpy(np.stack(positions, axis=1)).to(device) if positions else None,
+    )
+
+
+class ImageReader:
+    """Decodes the images of rows with the model's processor, and caches them."""
+
+    def __init__(self, vision: Vision) -> None:
+        self.vision = vision
+        self._cache: OrderedDict[str, PixelInputs] = OrderedDict()
+
+    def pixels(self, row: Row, image: Image) -> PixelInputs:
+        pixels = self._cache.pop(image.digest, None)
+        if pixels is None:
+            try:
+                pixels = self.vision.pixels(image)
+            except ValueError as error:
+                raise UsageError(f"rollout {row.rollout_id}: {error}") from error
+        self._cache[image.digest] = pixels
+        if len(self._cache) > MAX_DECODED_IMAGES:
+            self._cache.popitem(last=False)
+        return pixels
+
+    def check(self, row: Row, pictures: Sequence[PixelInputs]) -> None:
+        """Refuse a row whose image placeholders differ from those of the processor."""
+        try:
+            self.vision.check(row.trajectory.token_ids, row.trajectory.images, pictures)
+        except ValueError as error:
+            raise UsageError(f"rollout {row.rollout_id}: {error}") from error

@@ -1,9 +1,9 @@
-"""The model being trained: a Hugging Face causal language model from its directory.
+"""The policy in training: a Hugging Face causal language model from its directory.
 
-All its weights train, or adapters do (`lora`) while the rest stays as it was loaded. What trains is kept in
-float32; with dtype bfloat16 the arithmetic is bfloat16's (`autocast`). The frozen start that a KL penalty
-needs is the model without its adapters, or else a second copy. Nothing here ever drops out: log-probabilities
-have to be those of the sampler, so a model that computes differently when it trains is refused.
+All weights train, or LoRA adapters do while the rest stays frozen. Trained weights are float32; with dtype
+bfloat16 the arithmetic is bfloat16 (`autocast`). The reference policy of a KL penalty is the model without
+its adapters, or a second copy. There is no dropout: log-probabilities have to be those of the sampler, so a
+model that computes differently in training is refused.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ from afield.precision import in_float32
 from afield.rounding import PublishedUpdate, Rounding, torch_dtype, write_rounding
 from afield.settings.trainer import LoraOptions
 from afield.trainers import lora as adapters
-from afield.trainers.images import ImageReader
-from afield.trainers.micro_batches import LayoutName
+from afield.trainers.micro_batches import ImageReader, LayoutName, Padded
 from afield.trainers.model_directory import copy_but_weights, load_model, replaced, write_weights
-from afield.trainers.padded import Padded
 from afield.trainers.publication import (
     Checkpoint,
     TensorShard,
@@ -44,20 +42,21 @@ from afield.trainers.tree_compat import (
     padding_incompatibility,
     tree_incompatibility,
 )
-from afield.trainers.weight_probe import compute_weight_probe
 from afield.vision import Vision
 
 log = logging.getLogger("afield.trainers")
 
 Dtype = Literal["float32", "bfloat16"]
+PROBE_LENGTHS = (2, 4, 8, 12, 16)
+"""Prompt lengths of the weight probe."""
 
 
 class PolicyModel:
-    """`model` is what is called, `trainable` what an optimiser moves. A rank of 0 in `lora` is none.
+    """A loaded model, its trainable parameters, and its export for engines.
 
-    `layout` is how it is run: padded where a tree was wanted that the model cannot be run over. Rows may be
-    `context` tokens long, and those over a tree `tree_context`: longer ones outgrow a window of the model's
-    own attention, with which they are run.
+    A LoRA rank of 0 trains all weights. `layout` falls back to padded for models that cannot run over a tree.
+    Rows may have `context` tokens, and `tree_context` over a tree: longer rows exceed a window of the model's
+    attention and are padded.
     """
 
     reference_model: Any = None
@@ -101,7 +100,7 @@ class PolicyModel:
             )
 
     def _load(self) -> Any:
-        # Weights that never change need no more precision than the arithmetic has.
+        # Frozen weights need no more precision than the arithmetic.
         model = load_model(self.path, "cpu", self.dtype if self.lora else "float32")
         self._attention: str = model.config._attn_implementation
         if why := padding_incompatibility(model):
@@ -120,7 +119,7 @@ class PolicyModel:
         return model.to(self.device)
 
     def _load_vision(self) -> tuple[ImageReader | None, str]:
-        """What images are looked at with; or why none can be."""
+        """The reader of images, or the reason why the model takes none."""
         try:
             vision = Vision.load(self.path)
         except UsageError as error:
@@ -132,10 +131,10 @@ class PolicyModel:
         return ImageReader(vision), ""
 
     def set_attention(self, model: Any, layout: Padded | TokenTree) -> None:
-        """Padded rows have the model's own attention, trees ours; so until the pass has its gradient."""
-        wanted = ATTENTION if isinstance(layout, TokenTree) else self._attention
-        if model.config._attn_implementation != wanted:
-            model.set_attn_implementation(wanted)
+        """Select the model's own attention for padded rows, tree attention for trees."""
+        implementation = ATTENTION if isinstance(layout, TokenTree) else self._attention
+        if model.config._attn_implementation != implementation:
+            model.set_attn_implementation(implementation)
 
     @property
     def trainable(self) -> list[torch.nn.Parameter]:
@@ -143,7 +142,7 @@ class PolicyModel:
 
     @contextmanager
     def reference(self) -> Iterator[Any]:
-        """The model as it was loaded, for as long as the block lasts."""
+        """The model as it was loaded."""
         if self.lora:
             with adapters.adapters_disabled(self.model):
                 yield self.model
@@ -160,10 +159,7 @@ class PolicyModel:
 
     @contextmanager
     def computing(self, dtype: torch.dtype) -> Iterator[None]:
-        """The model computes as one that was loaded in `dtype`, for as long as the block lasts.
-
-        Products are in `dtype`, and so is what layers add to, which begins with the embeddings.
-        """
+        """Compute as a model that was loaded in `dtype`: products and the residual stream are in `dtype`."""
         before, self._computing = self._computing, dtype
         embeddings = self.model.get_input_embeddings()
         hook = embeddings.register_forward_hook(lambda _module, _inputs, output: output.to(dtype))
@@ -175,16 +171,16 @@ class PolicyModel:
             self._computing = before
 
     def gather_for_export(self, tensor: Tensor) -> Tensor:
-        """A tensor of the model, all of it. A policy that is shared out has to gather it first."""
+        """The whole tensor; a sharded policy gathers it on rank 0."""
         return tensor
 
     def scatter(self, tensor: Tensor, into: Tensor) -> Tensor:
-        """The part of a whole tensor that belongs `into` one of the model's."""
+        """The shard of a whole tensor that belongs `into` a tensor of the model."""
         del into
         return tensor
 
     def state(self) -> dict[str, Tensor]:
-        """What trains, by name."""
+        """Trained tensors by name."""
         return {name: self.gather_for_export(tensor) for name, tensor in self._trained().items()}
 
     def _trained(self) -> dict[str, Tensor]:
@@ -208,56 +204,56 @@ class PolicyModel:
             own[name].copy_(self.scatter(tensor, own[name]))
 
     def weights(self) -> dict[str, Tensor]:
-        """Of the whole model, adapters merged."""
+        """Tensors of the whole model, adapters merged."""
         if self.lora:
             return adapters.merged_state(self.model, self.gather_for_export)
         return {name: self.gather_for_export(tensor) for name, tensor in self.model.state_dict().items()}
 
     def export(self, directory: Path, rounding: Rounding = Rounding()) -> PublishedUpdate:  # noqa: B008
-        """Write the whole model's directory as an engine loads it. Repeating replaces it.
+        """Write the model directory as an engine loads it, with a weight probe. Replaces the directory.
 
-        Weights are float32, or what `rounding` makes of them; the witness beside them is theirs.
+        Weights are float32, or rounded by `rounding`.
         """
         if not rounding.lossy:
-            weights, witness, told = self.weights(), self.weight_probe(), PublishedUpdate()
+            weights, probe, update = self.weights(), self.weight_probe(), PublishedUpdate()
         else:
-            with self.published(rounding) as told:
-                weights, witness = self._rounded_weights(rounding), self.weight_probe()
+            with self.published(rounding) as update:
+                weights, probe = self._rounded_weights(rounding), self.weight_probe()
         if self.writes:
             with replaced(directory) as fresh:
                 copy_but_weights(self.path, fresh)
                 write_weights(self.model, fresh, weights)
                 write_rounding(fresh, rounding)
-                write_weight_probe(fresh, witness)
-        return self.sum_over_ranks(told)
+                write_weight_probe(fresh, probe)
+        return self.sum_over_ranks(update)
 
     def export_adapter(self, directory: Path, rounding: Rounding = Rounding()) -> PublishedUpdate:  # noqa: B008
-        """Write the adapters alone, in peft's format. Repeating replaces the directory."""
+        """Write the adapters alone, in peft's format. Replaces the directory."""
         if not self.lora:
             raise UsageError("there are no adapters to export; set a LoRA rank, or export the whole model")
-        with as_adapters(self.model, rounding, self.gather, self.shard) as told:
+        with as_adapters(self.model, rounding, self.gather, self.shard) as update:
             dtype = torch_dtype(rounding.dtype)
             tensors = {name: tensor.to(dtype) for name, tensor in self.state().items()}
-            witness = self.weight_probe()
+            probe = self.weight_probe()
         if self.writes:
             with replaced(directory) as fresh:
                 adapters.write_adapter(self.model, fresh, tensors)
                 write_rounding(fresh, rounding)
-                write_weight_probe(fresh, witness)
-        return told
+                write_weight_probe(fresh, probe)
+        return update
 
     @contextmanager
     def published(self, rounding: Rounding) -> Iterator[PublishedUpdate]:
-        """The whole model computes with the weights of this version, for as long as the block lasts."""
+        """The model computes with the published weights of this version."""
         if self._checkpoint is None:
-            with as_merged(self.model, rounding, self.gather, self.shard) as told:
-                yield told
+            with as_merged(self.model, rounding, self.gather, self.shard) as update:
+                yield update
         else:
-            with as_published(self.model, rounding, self._checkpoint, self.shard) as told:
-                yield told
+            with as_published(self.model, rounding, self._checkpoint, self.shard) as update:
+                yield update
 
     def _rounded_weights(self, rounding: Rounding) -> dict[str, Tensor]:
-        """Inside `published`: the tensors as they are written. Buffers are no weights, and stay."""
+        """Inside `published`: the rounded tensors. Buffers stay as they are."""
         dtype, tensors = torch_dtype(rounding.dtype), self.model.state_dict()
         weights = names_of(self.model).keys()
         if self.lora:
@@ -270,37 +266,36 @@ class PolicyModel:
 
     @property
     def writes(self) -> bool:
-        """Whether this process writes what is exported."""
+        """Whether this process writes exports."""
         return True
 
     def shard(self, tensor: Tensor) -> TensorShard:
-        """The part of a tensor of the model that is in this process."""
+        """This process's shard of a tensor."""
         return undivided(tensor)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """A tensor of the model, all of it, in every process and on its device."""
+        """The whole tensor, in every process and on its device."""
         return tensor
 
-    def sum_over_ranks(self, told: PublishedUpdate) -> PublishedUpdate:
-        """Over all processes."""
-        return told
+    def sum_over_ranks(self, update: PublishedUpdate) -> PublishedUpdate:
+        """The sum over all processes."""
+        return update
 
     def weight_probe(self) -> WeightProbe:
-        """How engines that have these weights must answer."""
+        """Log-probabilities that engines with these weights must give."""
         with self.autocast():
             return compute_weight_probe(self.model)
 
 
 def enable_checkpointing(model: Any) -> None:
-    """Keep only the input of each layer, and compute the layer again on the way back."""
+    """Gradient checkpointing: keep each layer's input and recompute the layer in the backward pass."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     if not layers:
         raise UsageError(f"{type(model).__name__} has no layers that can be checkpointed; leave it off")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    # The library checkpoints only what it believes to be training. What is inside stays as it is, so that
-    # nothing drops out.
+    # transformers checkpoints layers in training mode only; their submodules stay in eval, without dropout.
     for layer in layers:
         layer.training = True
     if not is_deterministic(model):
@@ -308,16 +303,31 @@ def enable_checkpointing(model: Any) -> None:
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The one that is named, if it is there; else a GPU where there is one."""
+    """The named device, or a GPU if there is one."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        told = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0]
         raise UsageError(
-            f"device {name!r} cannot be used: {told}; leave it out, or say cpu or cuda"
+            f"device {name!r} cannot be used: {reason}; leave it out, or say cpu or cuda"
         ) from error
     if device.type == "meta":
         raise UsageError("device 'meta' computes nothing; leave it out, or say cpu or cuda")
     return device
+
+
+@torch.no_grad()
+def compute_weight_probe(model: Any) -> WeightProbe:
+    """Log-probabilities of the highest tokens for a few fixed prompts, in one pass: engines that load the
+    published weights must reproduce them."""
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    ids = [(7 * place + 3) % vocabulary for place in range(PROBE_LENGTHS[-1])]
+    logits = model(input_ids=torch.tensor([ids], device=model.device)).logits[0].float()
+    highest = logits.log_softmax(-1).max(-1).values
+    return WeightProbe(
+        prompt_ids=tuple(ids),
+        lengths=PROBE_LENGTHS,
+        logprobs=tuple(float(highest[length - 1]) for length in PROBE_LENGTHS),
+    )

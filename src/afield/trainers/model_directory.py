@@ -1,6 +1,6 @@
-"""Model directories in the Hugging Face layout: loaded, copied, written, and put in place whole.
+"""Model directories in the Hugging Face layout: load, copy, write, replace atomically.
 
-Nothing is ever half there: a directory is written beside its place and then renamed into it.
+A directory is written under a temporary name and renamed, so that it is never half written.
 """
 
 from __future__ import annotations

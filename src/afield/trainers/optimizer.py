@@ -1,7 +1,7 @@
-"""A policy with its optimiser: score rows, add up gradients, make an update; and go on after a break.
+"""AdamW over a policy: scores rows, accumulates gradients over micro-batches, steps.
 
-Nothing here knows what is learned: rows come with their advantages, and a loss says what a token costs.
-Gradients add up over as many passes as the memory wants (`max_tokens_per_pass`) until `apply`.
+Rows come with their advantages and the caller gives the loss. Gradients add up over micro-batches of
+`max_tokens_per_pass` until `step`.
 """
 
 from __future__ import annotations
@@ -14,35 +14,38 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from afield.batches.rows import Row
 from afield.errors import UsageError
-from afield.trainers.batch import Row
 from afield.trainers.diagnostics import BatchDiagnostics
 from afield.trainers.losses import LossInputs, LossOutputs
 from afield.trainers.micro_batches import LayoutName, MicroBatch, split_micro_batches, token_logprobs
 from afield.trainers.model import PolicyModel
 
-SMALL = 5_000_000
+SMALL_MODEL = 5_000_000
+"""Parameters below which a model runs on one CPU thread."""
 CONTROL_TOKENS = 2048
+"""Sampled tokens over which the control difference is measured."""
 LossFunction = Callable[[LossInputs], LossOutputs]
-WeightFunction = Callable[
-    [Tensor], tuple[Tensor, float]
-]  # what tokens count, and what their sum is divided by
-Scores = dict[int, Tensor]  # by the number of the row: a log-probability for each token it owns
+WeightFunction = Callable[[Tensor], tuple[Tensor, float]]
+"""Token weights, and the divisor of their sum; see `losses.token_weights`."""
+Scores = dict[tuple[str, int], Tensor]
+"""Log-probabilities of the tokens that a row owns, by `Row.key`."""
 
 
 def rows_for_control(rows: Sequence[Row]) -> list[Row]:
     """Enough rows to measure a mean over their sampled tokens."""
     chosen: list[Row] = []
     for row in rows:
-        if sum(one.trajectory.owned for one in chosen) >= CONTROL_TOKENS:
+        if sum(row.owned for row in chosen) >= CONTROL_TOKENS:
             break
         chosen.append(row)
     return chosen
 
 
 class Optimizer:
-    """`eps` is AdamW's; near the size of a small model's gradients it keeps weights that hardly matter from
-    being moved by noise.
+    """AdamW and the forward and backward passes of a policy.
+
+    An `eps` near the size of a small model's gradients keeps noise from moving weights that hardly matter.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class Optimizer:
         return self.policy.layout
 
     def micro_batches(self, rows: Sequence[Row]) -> list[MicroBatch]:
-        if self.policy.device.type == "cpu" and self.policy.model.num_parameters() < SMALL:
+        if self.policy.device.type == "cpu" and self.policy.model.num_parameters() < SMALL_MODEL:
             torch.set_num_threads(1)  # a small model's work is less than what sharing it out costs
         policy = self.policy
         return split_micro_batches(
@@ -82,22 +85,20 @@ class Optimizer:
         )
 
     @torch.no_grad()
-    def score(self, rows: Sequence[Row], audit: BatchDiagnostics) -> Scores:
+    def score(self, rows: Sequence[Row], diagnostics: BatchDiagnostics) -> Scores:
         """Log-probabilities of each row's sampled tokens under the policy as it is now."""
         scores: Scores = {}
         for batch in self.micro_batches(rows):
             logp = self.logprobs(self.policy.model, batch)
-            audit.compare_logprobs(batch, logp)
-            lengths = [row.trajectory.owned for row in batch.rows]
-            scores.update(zip((row.number for row in batch.rows), logp.split(lengths), strict=True))
+            diagnostics.compare_logprobs(batch, logp)
+            lengths = [row.owned for row in batch.rows]
+            scores.update(zip((row.key for row in batch.rows), logp.split(lengths), strict=True))
         return scores
 
     @torch.no_grad()
     def control_logprob_diff(self, rows: Sequence[Row], dtype: torch.dtype) -> float | None:
-        """How far the model's own arithmetic in `dtype` is from float32 about the tokens of `rows`: the mean
-        difference of log-probabilities, which a sampler in `dtype` cannot fall below.
-
-        None where that cannot be measured: a sharded model whose weights are held in less than float32.
+        """Mean difference in log-probabilities between `dtype` and float32: a sampler in `dtype` cannot be
+        closer to the trainer. None for a sharded model whose weights are held in less than float32.
         """
         policy = self.policy
         if dtype == torch.float32:
@@ -105,13 +106,13 @@ class Optimizer:
         parameters = list(policy.model.parameters())
         if any(isinstance(p, DTensor) and p.dtype != torch.float32 for p in parameters):
             return None
-        apart: list[Tensor] = []
+        diffs: list[Tensor] = []
         for batch in self.micro_batches(rows_for_control(rows)):
             with policy.computing(torch.float32):
                 exact = self.logprobs(policy.model, batch)
             with policy.computing(dtype):
-                apart.append((self.logprobs(policy.model, batch) - exact).abs())
-        return float(torch.cat(apart).mean()) if apart else None
+                diffs.append((self.logprobs(policy.model, batch) - exact).abs())
+        return float(torch.cat(diffs).mean()) if diffs else None
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
@@ -120,24 +121,24 @@ class Optimizer:
         self,
         rows: Sequence[Row],
         loss: LossFunction,
-        weigh: WeightFunction,
-        audit: BatchDiagnostics,
+        weights: WeightFunction,
+        diagnostics: BatchDiagnostics,
         *,
         proximal: Scores | None = None,
         reference: bool = False,
     ) -> float:
-        """Add the gradient of the loss over `rows`, whose value it returns. Without `proximal` scores the
-        policy as it is now takes their place."""
+        """Accumulate the gradient of the loss over `rows`; returns the loss. Without `proximal` scores the
+        current policy is the proximal one."""
         total = 0.0
         for batch in self.micro_batches(rows):
             logp = self.logprobs(self.policy.model, batch)
             if proximal is None:
-                audit.compare_logprobs(batch, logp)
+                diagnostics.compare_logprobs(batch, logp)
                 before = logp.detach()
             else:
-                before = torch.cat([proximal[row.number] for row in batch.rows])
-            weight, divisor = weigh(batch.weight)
-            seen = LossInputs(
+                before = torch.cat([proximal[row.key] for row in batch.rows])
+            weight, divisor = weights(batch.weight)
+            inputs = LossInputs(
                 logp=logp,
                 proximal=before,
                 sampler=batch.sampler,
@@ -146,19 +147,18 @@ class Optimizer:
                 row=batch.row,
                 reference=self.reference_logprobs(batch) if reference else None,
             )
-            found = loss(seen)
-            (found.total / divisor).backward()
-            audit.add_loss(batch, found)
-            total += float(found.total.detach()) / divisor
+            outputs = loss(inputs)
+            (outputs.total / divisor).backward()
+            diagnostics.add_loss(batch, outputs)
+            total += float(outputs.total.detach()) / divisor
         return total
 
     def clip_gradient(self) -> float:
-        """Cut the gradient to the bound; its norm before."""
+        """Clip the gradient; returns its norm before."""
         return float(torch.nn.utils.clip_grad_norm_(self.policy.trainable, self.grad_clip))
 
     def clip_and_step(self, lr: float | None = None) -> float:
-        """Move the weights by the gradients that have added up, which stay; their norm, before it is cut.
-        An `lr` given here is for this once."""
+        """Clip the gradient and step; returns the norm before clipping. `lr` holds for this step only."""
         norm = self.clip_gradient()
         if not math.isfinite(norm):
             raise UsageError(f"the gradient's norm is {norm}; lower the learning rate")
@@ -166,7 +166,7 @@ class Optimizer:
         return norm
 
     def step(self, lr: float | None = None) -> None:
-        """One optimiser step along the gradients, which are finite and clipped."""
+        """One AdamW step; the gradient must be finite and clipped."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.hyperparameters["lr"] if lr is None else lr
         self.optimizer.step()
@@ -185,7 +185,7 @@ class Optimizer:
         return {"model": self.policy.state(), "optimizer": self.optimizer.state_dict()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Weights and moments are those saved; how large a step is, and its kind, stays as given here."""
+        """Load weights and moments; hyperparameters stay those of this optimizer."""
         self.policy.load_state(state["model"])
         self.load_optimizer(state["optimizer"])
 

@@ -1,9 +1,9 @@
-"""Token sequences to one forest, in which everything they have in common stands once.
+"""Packs token sequences into a prefix tree, in which shared prefixes stand once.
 
-Sequences that begin alike share those tokens, whoever they come from: a group's prompt, the history of
-a branch, what sub-agents were told. Tokens stand in depth-first order, so what descends from a token
-follows it directly: token `kv` is seen by token `q` exactly if `kv <= q < end[kv]`. A forest too large for
-memory is split between sequences, where they share least; that is then computed once in each part.
+Sequences share prefixes whatever their origin: a group's prompt, the history of a branch, instructions of
+sub-agents. Tokens are in depth-first order, so the descendants of a token follow it directly: token `q`
+attends to token `kv` exactly if `kv <= q < end[kv]`. A tree too large for memory is split between
+sequences, where they share least.
 """
 
 from __future__ import annotations
@@ -15,21 +15,25 @@ Ids = Sequence[int]
 
 
 class Segment(NamedTuple):
-    """What one sequence adds: tokens [start, end), after those of `path`, which are ranges from a root on."""
+    """Tokens that one sequence adds to the tree."""
 
     start: int
     end: int
     path: tuple[tuple[int, int], ...]
+    """Token ranges of its ancestors, from the root."""
 
 
 class PackedTokens(NamedTuple):
-    """`ids`, `depth` and `end` have one entry per token; `paths` are the tokens of each sequence given."""
+    """A packed prefix tree, with one entry per token in `ids`, `depth` and `end`."""
 
     ids: list[int]
     depth: list[int]
+    """Position of the token in its sequence."""
     end: list[int]
+    """First index behind the token's descendants."""
     segments: list[Segment]
     paths: list[list[int]]
+    """Token indices of each sequence."""
 
 
 def pack(sequences: Sequence[Ids]) -> PackedTokens:
@@ -38,7 +42,7 @@ def pack(sequences: Sequence[Ids]) -> PackedTokens:
     end: list[int] = []
     segments: list[Segment] = []
     paths: list[list[int]] = [[] for _ in sequences]
-    path: list[int] = []  # the tokens of the sequence before
+    path: list[int] = []  # token indices of the previous sequence
     previous: tuple[int, ...] = ()
     for number, sequence in _sorted(sequences):
         shared = common(previous, sequence)
@@ -59,9 +63,9 @@ def pack(sequences: Sequence[Ids]) -> PackedTokens:
 
 
 def split(sequences: Sequence[Ids], max_tokens: int) -> list[list[int]]:
-    """Which sequences to pack together so that no forest has more than `max_tokens`, unless one alone has.
+    """Which sequences to pack together so that no tree has more than `max_tokens`, unless one sequence has.
 
-    They are as few as that takes, computing as little as possible twice; then, as even as possible.
+    The fewest trees, then the fewest tokens computed twice, then the most even sizes.
     """
     ordered = _sorted(sequences)
     whole = [len(sequence) for _, sequence in ordered]
@@ -69,20 +73,20 @@ def split(sequences: Sequence[Ids], max_tokens: int) -> list[list[int]]:
     fresh = [len(s) - common(before, s) for before, (_, s) in zip(befores, ordered, strict=False)]
     if sum(fresh) <= max_tokens:
         return [[number for number, _ in ordered]] if ordered else []
-    # Of the first so many sequences: forests, tokens, squares of their sizes; and where the last one begins.
+    # For the first n sequences: trees, tokens, squares of sizes; and where the last tree begins.
     best, begins = [(0, 0, 0)], [0]
     for end in range(1, len(ordered) + 1):
-        found: list[tuple[tuple[int, int, int], int]] = []
+        options: list[tuple[tuple[int, int, int], int]] = []
         after = 0
         for start in range(end - 1, -1, -1):
-            size = whole[start] + after  # grows with every sequence more
-            if found and size > max_tokens:
+            size = whole[start] + after  # grows with every sequence
+            if options and size > max_tokens:
                 break
-            forests, tokens, squares = best[start]
-            found.append(((forests + 1, tokens + size, squares + size * size), start))
+            trees, tokens, squares = best[start]
+            options.append(((trees + 1, tokens + size, squares + size * size), start))
             after += fresh[start]
-        least, begin = min(found)
-        best.append(least)
+        cost, begin = min(options)
+        best.append(cost)
         begins.append(begin)
     parts: list[list[int]] = []
     end = len(ordered)
@@ -93,12 +97,12 @@ def split(sequences: Sequence[Ids], max_tokens: int) -> list[list[int]]:
 
 
 def _sorted(sequences: Sequence[Ids]) -> list[tuple[int, tuple[int, ...]]]:
-    """In the order of their tokens: depth first, each next to those it has most in common with."""
+    """Sorted by tokens: depth-first order."""
     return sorted(enumerate(map(tuple, sequences)), key=lambda item: item[1])
 
 
 def common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """How many tokens two sequences have in common from the start."""
+    """Length of the common prefix."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -110,11 +114,11 @@ def common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
 
 
 def ranges(tokens: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Ascending numbers as ranges."""
-    found: list[tuple[int, int]] = []
+    """Ascending numbers as half-open ranges."""
+    result: list[tuple[int, int]] = []
     begin = 0
     while begin < len(tokens):
-        # From one token on numbers only grow, so a run without gaps is found by halving.
+        # Numbers ascend, so a run without gaps is found by bisection.
         low, high = begin, len(tokens) - 1
         while low < high:
             middle = (low + high + 1) // 2
@@ -122,6 +126,6 @@ def ranges(tokens: Sequence[int]) -> tuple[tuple[int, int], ...]:
                 low = middle
             else:
                 high = middle - 1
-        found.append((tokens[begin], tokens[low] + 1))
+        result.append((tokens[begin], tokens[low] + 1))
         begin = low + 1
-    return tuple(found)
+    return tuple(result)

@@ -1,9 +1,9 @@
-"""Attention over a forest by kernels for plain rectangles, which are the fastest there are.
+"""Prefix attention: tree attention by dense kernels over shared prefixes.
 
-A tree whose trajectories all begin alike is peeled: everything that follows its common beginning sees all of
-it, one dense rectangle. What is left are short sequences side by side, each with causal attention. The two
-are put together by their normalisers, exactly. The gradient of each part is taken with the normaliser and the
-result of the whole, so nothing has to be put together on the way back but sums.
+Everything behind a prefix that all trajectories of a tree share attends to all of it: one dense block. What
+is left are short sequences in a batch, each with causal attention. The two results are merged by their
+softmax normalisers, exactly. The backward pass of each part uses the normaliser and the result of the
+whole, so that gradients only have to be added.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from afield.trainers.packing import Segment
 
-ALIKE = 0.95  # sequences this much shorter than the longest still share a call with it
-LEAST = 256  # tokens that a beginning has to have to be peeled off
+SIMILAR_LENGTH = 0.95
+"""Sequences of at least this share of the longest one's length are batched with it."""
+MIN_PREFIX = 256
+"""Tokens that a shared prefix must have to be a block of its own."""
 ops = torch.ops.aten
 
 
@@ -36,17 +38,18 @@ class PrefixBlock(NamedTuple):
 
 
 class SequenceBundle(NamedTuple):
-    """Sequences of like length side by side: the token at each place, and which places have a token's result.
-
-    Where those are just so many tokens one after the other, they are taken as they are (`first`).
-    """
+    """Sequences of similar length as one padded batch."""
 
     rows: int
     width: int
     place: Tensor
+    """Token index at each position of the batch."""
     fresh: Tensor
+    """Positions that hold a token's own result."""
     tokens: Tensor
+    """Token indices of those positions."""
     first: int | None
+    """First token, where the batch is just consecutive tokens; else None."""
 
     @property
     def pairs(self) -> int:
@@ -61,7 +64,7 @@ class SequenceBundle(NamedTuple):
         return taken.reshape(self.rows, self.width, *tensor.shape[1:])
 
     def lay_fresh(self, tensor: Tensor) -> Tensor:
-        """The same, with 0 where a token stands for itself elsewhere."""
+        """The same, with 0 at positions that do not hold a token's own result."""
         if self.first is not None:
             return self.lay(tensor)
         laid = tensor.new_zeros(self.rows * self.width, *tensor.shape[1:])
@@ -69,14 +72,14 @@ class SequenceBundle(NamedTuple):
         return laid.view(self.rows, self.width, *tensor.shape[1:])
 
     def put(self, into: Tensor, laid: Tensor) -> None:
-        """Every token's own result."""
+        """Write every token's own result."""
         if self.first is not None:
             into[self.first : self.first + self.rows * self.width] = laid.flatten(0, 1)
         else:
             into.index_copy_(0, self.tokens, laid.flatten(0, 1).index_select(0, self.fresh).to(into.dtype))
 
     def add(self, into: Tensor, laid: Tensor) -> None:
-        """All that a token gets, wherever it stands."""
+        """Add the values of all positions to their tokens."""
         if self.first is not None:
             into[self.first : self.first + self.rows * self.width] += laid.flatten(0, 1)
         else:
@@ -84,42 +87,46 @@ class SequenceBundle(NamedTuple):
 
 
 class AttentionPlan(NamedTuple):
+    """Dense kernel calls that make up the attention over a tree."""
+
     bundles: list[SequenceBundle]
-    rectangles: list[PrefixBlock]
+    blocks: list[PrefixBlock]
 
     @property
     def pairs(self) -> int:
-        return sum(part.pairs for part in (*self.bundles, *self.rectangles))
+        return sum(part.pairs for part in (*self.bundles, *self.blocks))
 
 
-def plan_attention(segments: Sequence[Segment], device: torch.device, least: int = LEAST) -> AttentionPlan:
-    rectangles, rest = peel(segments, least)
-    made: list[list[Segment]] = []
+def plan_attention(
+    segments: Sequence[Segment], device: torch.device, min_prefix: int = MIN_PREFIX
+) -> AttentionPlan:
+    blocks, rest = split_prefixes(segments, min_prefix)
+    batches: list[list[Segment]] = []
     for segment in sorted(rest, key=_length, reverse=True):
-        if not made or _length(segment) < ALIKE * _length(made[-1][0]):
-            made.append([])
-        made[-1].append(segment)
-    return AttentionPlan([_bundle(sorted(part), device) for part in made], rectangles)
+        if not batches or _length(segment) < SIMILAR_LENGTH * _length(batches[-1][0]):
+            batches.append([])
+        batches[-1].append(segment)
+    return AttentionPlan([_bundle(sorted(part), device) for part in batches], blocks)
 
 
-def peel(segments: Sequence[Segment], least: int) -> tuple[list[PrefixBlock], list[Segment]]:
-    """Common beginnings, and what is left without them. A tree's segments follow its first one, the trunk."""
-    rectangles: list[PrefixBlock] = []
+def split_prefixes(segments: Sequence[Segment], min_prefix: int) -> tuple[list[PrefixBlock], list[Segment]]:
+    """Shared prefixes, and the segments without them. A tree's first segment is its trunk."""
+    blocks: list[PrefixBlock] = []
     rest: list[Segment] = []
     trunks = [number for number, segment in enumerate(segments) if not segment.path]
     for here, following in zip(trunks, [*trunks[1:], len(segments)], strict=True):
         trunk, *branches = segments[here:following]
         middle = min((branch.path[0][1] for branch in branches), default=trunk.start)
-        if middle - trunk.start < least:
+        if middle - trunk.start < min_prefix:
             rest += [trunk, *branches]
             continue
         end = max(segment.end for segment in (trunk, *branches))
-        rectangles.append(PrefixBlock(trunk.start, middle, end))
+        blocks.append(PrefixBlock(trunk.start, middle, end))
         rest.append(Segment(trunk.start, middle, ()))
         rest += [Segment(s.start, s.end, _after(middle, s.path)) for s in branches]
         if trunk.end > middle:
             rest.append(Segment(middle, trunk.end, ()))
-    return rectangles, rest
+    return blocks, rest
 
 
 def _after(middle: int, path: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
@@ -169,7 +176,7 @@ class PrefixAttention(torch.autograd.Function):
             result, norm = kernel(query.device.type).forward(*rows, causal=True, scale=scale)
             bundle.put(out, result.transpose(1, 2))
             bundle.put(normaliser, norm.transpose(1, 2))
-        for start, middle, end in plan.rectangles:
+        for start, middle, end in plan.blocks:
             result, norm = kernel(query.device.type).forward(
                 query[:, :, middle:end],
                 key[:, :, start:middle],
@@ -177,7 +184,7 @@ class PrefixAttention(torch.autograd.Function):
                 causal=False,
                 scale=scale,
             )
-            _together(query.device.type)(
+            _compiled_merge(query.device.type)(
                 out[middle:end], normaliser[middle:end], result[0].transpose(0, 1), norm[0].transpose(0, 1)
             )
         ctx.plan, ctx.scale = plan, scale
@@ -189,7 +196,7 @@ class PrefixAttention(torch.autograd.Function):
         query, key, value, out, normaliser = ctx.saved_tensors
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         gradient = gradients[0][0]
-        # Parts add up in float32, of which one rounding is left at the end.
+        # Parts add up in float32 and are rounded once at the end.
         to_q = torch.empty_like(q, dtype=torch.float32)
         to_k, to_v = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (k, v))
         backward = kernel(query.device.type).backward
@@ -200,7 +207,7 @@ class PrefixAttention(torch.autograd.Function):
             bundle.put(to_q, of_q.transpose(1, 2))
             bundle.add(to_k, of_k.transpose(1, 2))
             bundle.add(to_v, of_v.transpose(1, 2))
-        for start, middle, end in ctx.plan.rectangles:
+        for start, middle, end in ctx.plan.blocks:
             rows, *later = (t[None, middle:end].transpose(1, 2) for t in (gradient, q, out, normaliser))
             of_q, of_k, of_v = backward(
                 rows,
@@ -219,7 +226,7 @@ class PrefixAttention(torch.autograd.Function):
 
 
 def merge_softmax(out: Tensor, norm: Tensor, other: Tensor, other_norm: Tensor) -> None:
-    """Two results of softmax over different keys as the one over both, in place."""
+    """Merge two softmax results over different keys, in place."""
     both = torch.logaddexp(norm, other_norm)
     mine, others = torch.exp(norm - both)[..., None], torch.exp(other_norm - both)[..., None]
     out.copy_(out.float() * mine + other.float() * others)
@@ -227,7 +234,7 @@ def merge_softmax(out: Tensor, norm: Tensor, other: Tensor, other_norm: Tensor) 
 
 
 @cache
-def _together(device: str) -> Any:
+def _compiled_merge(device: str) -> Any:
     return torch.compile(merge_softmax, dynamic=True) if device == "cuda" else merge_softmax
 
 
@@ -237,8 +244,8 @@ def _together(device: str) -> Any:
 class CudnnKernel:
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        found = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
-        return found[0], found[1].view(q.shape[:3])
+        result = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+        return result[0], result[1].view(q.shape[:3])
 
     @staticmethod
     def backward(
@@ -251,7 +258,7 @@ class CudnnKernel:
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        none = torch.zeros((), dtype=torch.long, device=q.device)  # where random numbers of dropout would be
+        none = torch.zeros((), dtype=torch.long, device=q.device)  # in place of dropout's random state
         return ops._scaled_dot_product_cudnn_attention_backward(
             gradient,
             q,
@@ -273,7 +280,7 @@ class CudnnKernel:
 
 
 class CpuKernel:
-    """The same for tests, and for whoever wants it."""
+    """The same on a CPU, for tests."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -306,7 +313,7 @@ def kernel(device: str) -> type[CudnnKernel] | type[CpuKernel]:
 
 
 class Heads(NamedTuple):
-    """How many there are of queries and of keys, and how large they are."""
+    """Number of query and key heads, and their size."""
 
     queries: int
     keys: int
@@ -315,12 +322,12 @@ class Heads(NamedTuple):
 
 @cache
 def kernel_available(device: torch.device, dtype: torch.dtype, heads: Heads) -> bool:
-    """Whether this kernel is there for such numbers, and does what it should; tried once on a small tree."""
+    """Whether the cuDNN kernel exists for these heads and is correct; tried once on a small tree."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     if torch.cuda.get_device_capability(device) < (9, 0):
         return False
-    # A layer that is computed again would take what is saved here for its own.
+    # Keeps tensors saved here out of a checkpointed layer's hooks.
     with torch.enable_grad(), torch.autocast("cuda", enabled=False), saved_tensors_hooks(_same, _same):
         return check_kernel(device, dtype, heads)
 
@@ -332,7 +339,7 @@ def _same(tensor: Tensor) -> Tensor:
 def check_kernel(device: torch.device, dtype: torch.dtype, heads: Heads) -> bool:
     generator = torch.Generator(device).manual_seed(0)
     plan = plan_attention([Segment(0, 384, ()), Segment(384, 512, ((0, 256),))], device)
-    given = [
+    tensors = [
         torch.randn(
             1, count, 512, heads.size, generator=generator, device=device, dtype=dtype
         ).requires_grad_()
@@ -342,15 +349,15 @@ def check_kernel(device: torch.device, dtype: torch.dtype, heads: Heads) -> bool
     own = (token[:, None] < 384) == (token[None] < 384)
     seen = (token[None] <= token[:, None]) & (own | (token[None] < 256))
     scale = heads.size**-0.5
-    wanted = torch.nn.functional.scaled_dot_product_attention(
-        given[0].float(), given[1].float(), given[2].float(), seen, scale=scale, enable_gqa=True
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        tensors[0].float(), tensors[1].float(), tensors[2].float(), seen, scale=scale, enable_gqa=True
     ).transpose(1, 2)
-    push = torch.randn(wanted.shape, generator=generator, device=device)
-    truth = torch.autograd.grad(wanted, given, push)
+    push = torch.randn(expected.shape, generator=generator, device=device)
+    truth = torch.autograd.grad(expected, tensors, push)
     try:
-        out = PrefixAttention.apply(*given, plan, scale)
-        found = torch.autograd.grad(out, given, push.to(dtype))
-    except RuntimeError:  # what torch raises for a kernel that is not there
+        out = PrefixAttention.apply(*tensors, plan, scale)
+        gradients = torch.autograd.grad(out, tensors, push.to(dtype))
+    except RuntimeError:  # torch raises it for a missing kernel
         return False
-    pairs = [(out.detach(), wanted.detach()), *zip(found, truth, strict=True)]
+    pairs = [(out.detach(), expected.detach()), *zip(gradients, truth, strict=True)]
     return all(float((a.float() - b.float()).norm() / b.float().norm()) < 0.02 for a, b in pairs)

@@ -1,9 +1,9 @@
 """Published weights: float32 masters rounded to the engine's dtype, and how much of the update arrived.
 
-1. `as_published` puts the rounded values in the place of the masters for as long as a block lasts; what is
-   computed or written there is what the version means. Masters come back bit for bit.
-2. The update is what training has added to the checkpoint that it started from (`Checkpoint`).
-3. Shards are rounded where they are, by the index that their elements have in the whole tensor.
+1. `as_published` replaces the masters by the rounded values inside a block; what is computed or written there
+   is the published version. Masters are restored bit for bit.
+2. The update is the difference to the checkpoint that training started from (`Checkpoint`).
+3. Shards are rounded where they are, by the index of their elements in the whole tensor.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from afield.rounding import PublishedUpdate, Rounding, measure_update, rounded, 
 from afield.trainers import lora as adapters
 
 log = logging.getLogger("afield.trainers")
-KEPT = 0.9  # share of an update that has to reach the engine, or it is told
-ROOM = 2 << 30  # bytes of a GPU that stay free beside what is set aside there
+MIN_UPDATE_KEPT = 0.9
+"""Share of an update that must reach the engine; less is logged as a warning."""
+FREE_GPU_BYTES = 2 << 30
+"""GPU memory that stays free beside tensors set aside there."""
 
 
 class TensorShard(NamedTuple):
-    """The part of a tensor that is in this process, and the index of its first element in the whole.
-
-    `counted` is False where another process has the same elements and counts them.
-    """
+    """The part of a tensor that is in this process."""
 
     tensor: Tensor
     first: int = 0
+    """Index of its first element in the whole tensor."""
     counted: bool = True
+    """False where another process has the same elements and counts them."""
 
 
 def undivided(tensor: Tensor) -> TensorShard:
@@ -44,9 +45,9 @@ def undivided(tensor: Tensor) -> TensorShard:
 
 
 class Checkpoint:
-    """The tensors that training started from: read from their files, one at a time.
+    """The tensors that training started from, read from their files one at a time.
 
-    A tensor that the files have under another name, or in another shape, is held in memory instead.
+    A tensor with another name or shape in the files is held in memory.
     """
 
     def __init__(self, path: Path, model: Any) -> None:
@@ -70,7 +71,7 @@ class Checkpoint:
             return list(tensors.get_slice(name).get_shape()) == list(tensor.shape)
 
     def flat(self, name: str, first: int, count: int) -> Tensor:
-        """So many elements of a tensor from this index on."""
+        """`count` elements of a tensor from index `first`."""
         if name in self._held:
             return self._held[name].reshape(-1)[first : first + count]
         with safe_open(self._files[name], framework="pt") as tensors:
@@ -86,12 +87,12 @@ class Checkpoint:
 
 
 def canonical(model: Any) -> dict[str, Tensor]:
-    """Parameters by name; those that are tied once, by the name that comes first."""
+    """Parameters by name; tied ones once, by their first name."""
     return dict(model.named_parameters())
 
 
 def names_of(model: Any) -> dict[str, str]:
-    """Of every parameter the name by which it is rounded: tied ones have the same bits."""
+    """The name by which each parameter is rounded: tied ones share it."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     return {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
 
@@ -103,7 +104,7 @@ def as_published(
     start: Checkpoint,
     shard: Callable[[Tensor], TensorShard] = undivided,
 ) -> Iterator[PublishedUpdate]:
-    """All weights of `model` are what `rounding` makes of them, until the block ends."""
+    """Inside the block, all weights of `model` are rounded."""
     with _restored() as put, torch.no_grad():
         total = PublishedUpdate()
         for name, parameter in canonical(model).items():
@@ -120,7 +121,7 @@ def as_merged(
     whole: Callable[[Tensor], Tensor],
     shard: Callable[[Tensor], TensorShard] = undivided,
 ) -> Iterator[PublishedUpdate]:
-    """Adapters are merged into the weights below them and switched off, until the block ends."""
+    """Inside the block, adapters are merged into their weights and disabled."""
     with _restored() as put, adapters.adapters_disabled(model), torch.no_grad():
         total = PublishedUpdate()
         for one in adapters.adapted_weights(model):
@@ -144,7 +145,7 @@ def as_adapters(
     whole: Callable[[Tensor], Tensor],
     shard: Callable[[Tensor], TensorShard] = undivided,
 ) -> Iterator[PublishedUpdate]:
-    """The adapters' own tensors are rounded, until the block ends; the weights below stay as they are."""
+    """Inside the block, the adapters' tensors are rounded; their base weights stay."""
     with _restored() as put, torch.no_grad():
         total = PublishedUpdate()
         masters = [
@@ -161,7 +162,7 @@ def as_adapters(
 
 
 def _product(down: Tensor, up: Tensor, sent_down: Tensor, sent_up: Tensor, scale: float) -> PublishedUpdate:
-    """Of the products of two factors, without forming them."""
+    """The update of a product of two factors, without forming it."""
 
     def dot(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> float:
         return float(((b.T.double() @ d.double()) * (a.double() @ c.T.double())).sum()) * scale * scale
@@ -178,7 +179,7 @@ Put = Callable[[str, TensorShard, Tensor, Tensor | None, Rounding], PublishedUpd
 
 @contextmanager
 def _restored() -> Iterator[Put]:
-    """Tensors that were put in place of masters give way to them at the end, also after an error."""
+    """Restore masters at the end, also after an error."""
     with ExitStack() as undo:
 
         def put(
@@ -186,40 +187,40 @@ def _restored() -> Iterator[Put]:
         ) -> PublishedUpdate:
             before = None if start is None else start.to(master.device, torch.float32)
             sent = rounded(master, name, rounding, start=before, first=part.first)
-            told = PublishedUpdate()
+            update = PublishedUpdate()
             if before is not None and part.counted:
-                told = measure_update(master, sent, before)
+                update = measure_update(master, sent, before)
             saved = set_aside(part.tensor)
             undo.callback(part.tensor.copy_, saved)
             part.tensor.copy_(sent)
-            return told
+            return update
 
         yield put
 
 
 def set_aside(tensor: Tensor) -> Tensor:
-    """A copy: on the device where it has room, else in the machine's memory."""
-    if tensor.is_cuda and torch.cuda.mem_get_info(tensor.device)[0] < tensor.nbytes + ROOM:
+    """A copy on the device, or in CPU memory if the device is full."""
+    if tensor.is_cuda and torch.cuda.mem_get_info(tensor.device)[0] < tensor.nbytes + FREE_GPU_BYTES:
         return tensor.cpu()
     return tensor.clone()
 
 
 class Rounder:
-    """Rounds the tensors that another trainer sends, one at a time, and adds up what arrived.
+    """Rounds tensors that another trainer sends, one at a time, and measures the published update.
 
-    `model` is the directory that it started from. Tensors that come in 16 bits already are left alone.
+    `model` is the directory that it started from. Tensors that arrive in 16 bits stay as they are.
     """
 
     def __init__(self, model: Path, rounding: Rounding) -> None:
         self.arrived = PublishedUpdate()
         self._rounding = rounding
-        self._narrow = ""  # the first tensor that came in 16 bits
+        self._narrow = ""  # first tensor that arrived in 16 bits
         self._files: dict[str, Path] = {}
         for file in sorted(model.glob("*.safetensors")):
             with safe_open(file, framework="pt") as tensors:
                 self._files |= dict.fromkeys(tensors.keys(), file)
         embeddings = [name for name in self._files if name.endswith("embed_tokens.weight")]
-        # A second name of tied embeddings has the bits of the first.
+        # Tied embeddings have the same bits under both names.
         self._same = {"lm_head.weight": embeddings[0]} if len(embeddings) == 1 and is_tied(model) else {}
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
@@ -237,7 +238,7 @@ class Rounder:
         return sent
 
     def metrics(self) -> dict[str, float]:
-        """Of all tensors so far. Nothing is claimed about weights that came in 16 bits."""
+        """Metrics of all tensors so far; empty if one arrived in 16 bits."""
         if self._narrow:
             log.warning(
                 "version %d: the trainer sends %s in 16 bits, so how much of its update that lost cannot be"
@@ -254,10 +255,10 @@ class Rounder:
         if name not in self._files:
             return None
         with safe_open(self._files[name], framework="pt") as tensors:
-            found = tensors.get_tensor(name)
-        return found.to(tensor.device, torch.float32) if found.shape == tensor.shape else None
+            stored = tensors.get_tensor(name)
+        return stored.to(tensor.device, torch.float32) if stored.shape == tensor.shape else None
 
 
 def is_tied(model: Path) -> bool:
-    """Whether a model's input and output embeddings are one."""
+    """Whether a model ties its input and output embeddings."""
     return json.loads((model / "config.json").read_text()).get("tie_word_embeddings") is True

@@ -1,7 +1,7 @@
-"""Prompts to replies through an engine, for programs that are not asynchronous.
+"""Synchronous sampling through an engine, for training loops without asyncio.
 
-The engine lives in an event loop on a thread of its own from `start` to `close`. A reply's log-probabilities,
-ids and versions are the engine's; nothing is tokenised again. The same program draws the same replies.
+The engine runs in an event loop on its own thread from `start` to `close`. Ids, log-probabilities and
+versions of a reply are the engine's; nothing is tokenized again. The same program samples the same replies.
 """
 
 from __future__ import annotations
@@ -9,40 +9,114 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
+from msgspec import Struct
 
+from afield.batches.rows import Row
 from afield.chat import ChatTokenizer, Tool
 from afield.errors import UsageError
 from afield.interfaces.engine import Chunk, Engine, GenerateRequest
-from afield.trainers.datum import SampledReply
-from afield.types import FinishReason, Message, Sampling, ToolCall, VersionSpan
+from afield.types import FinishReason, Message, Sampling, ToolCall, Trajectory, TurnRange, VersionSpan
 
 T = TypeVar("T")
-CLOSED = "the engine is not running; use `with Tuner.open(...) as tuner:`"
-KNOWN = {*Message.__struct_fields__, "reasoning_content"}
+CLOSED = "the engine is not running; use `with open_tuner(...) as tuner:`"
+MESSAGE_FIELDS = {*Message.__struct_fields__, "reasoning_content"}
 Prompt = Sequence[int] | Sequence[Message | Mapping[str, Any]] | str
 
 
+class SampledReply(Struct, frozen=True, kw_only=True):
+    """A reply that an engine sampled, and the conversation before it."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    """All ids before the reply, those of earlier replies included."""
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[VersionSpan, ...]
+    """Version spans, counted from the first sampled token."""
+    finish: FinishReason
+    sampling: Sampling
+    message: Message
+    """The reply, parsed."""
+    previous: SampledReply | None = None
+    """The reply that the prompt continues."""
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Ids of prompt and reply."""
+        return (*self.prompt_ids, *self.token_ids)
+
+    @property
+    def text(self) -> str:
+        return self.message.content
+
+    def conversation(self) -> Iterator[SampledReply]:
+        """The replies of the conversation, this one last."""
+        if self.previous is not None:
+            yield from self.previous.conversation()
+        yield self
+
+    def to_row(self, advantage: float | Sequence[float]) -> Row:
+        """The conversation as one training row, with one advantage for all replies or one for each.
+
+        Every sampled token is trained once, as it was sampled. Advantages may be numpy or torch numbers.
+        """
+        replies = [reply for reply in self.conversation() if reply.token_ids]
+        ids = self.ids
+        mask, logprobs = [0] * len(ids), [0.0] * len(ids)
+        turns: list[TurnRange] = []
+        versions: list[VersionSpan] = []
+        for reply in replies:
+            start = len(reply.prompt_ids)
+            end = start + len(reply.token_ids)
+            mask[start:end] = [1] * (end - start)
+            logprobs[start:end] = reply.logprobs
+            turns.append(
+                TurnRange(reply.id, start, end, reply.sampling.temperature, reply.sampling.truncated)
+            )
+            versions += [VersionSpan(start + s.start, start + s.end, s.low, s.high) for s in reply.versions]
+        single = isinstance(advantage, int | float) or getattr(advantage, "ndim", None) == 0
+        advantages = [advantage] * len(turns) if single else list(cast("Sequence[float]", advantage))
+        if len(advantages) != len(turns):
+            raise UsageError(f"reply {self.id}: {len(advantages)} advantages for {len(turns)} replies")
+        trajectory = Trajectory(
+            token_ids=ids,
+            loss_mask=tuple(mask),
+            logprobs=tuple(logprobs),
+            versions=tuple(versions),
+            turns=tuple(turns),
+            weight=1.0,
+        )
+        return Row(
+            rollout_id=self.id,
+            trajectory=trajectory,
+            advantages=tuple(map(float, cast("list[float]", advantages))),
+        )
+
+
 class EngineSampler:
-    """`calls` counts what was sampled, and names it; `version` is that of the weights the engine has."""
+    """Samples replies from an engine that it starts and closes."""
 
     def __init__(self, path: Path, engine: Engine) -> None:
         self.path = path
         self.calls = 0
+        """Number of replies sampled, from which ids are made."""
         self.version = 0
-        self.dtype = ""  # in which the engine holds its weights, if it says so
+        """Version of the weights that the engine serves."""
+        self.dtype = ""
+        """Dtype of the engine's weights, if it reports one."""
         self._engine = engine
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> int:
-        """The version that the engine begins with."""
+        """Start the engine; returns the version that it serves."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="afield-sampler", daemon=True)
         self._thread.start()
@@ -56,7 +130,7 @@ class EngineSampler:
         return self.version
 
     def close(self) -> None:
-        """Repeating is harmless."""
+        """Close the engine; idempotent."""
         if self._loop is not None:
             try:
                 self._await(self._engine.__aexit__(None, None, None))
@@ -78,7 +152,7 @@ class EngineSampler:
 
     @cached_property
     def tokenizer(self) -> ChatTokenizer:
-        """How this model writes messages as ids, and reads them."""
+        """The model's chat tokenizer."""
         return ChatTokenizer.load(self.path)
 
     def load(self, version: int, weights: Path) -> None:
@@ -91,14 +165,14 @@ class EngineSampler:
         sampling: Sampling,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[SampledReply]:
-        """One reply to each prompt, which goes on from a reply where it has one."""
-        known = [_tool(tool) for tool in tools]
-        asked = [
-            (f"reply-{number}", self._ids(prompt, known, after), after)
+        """One reply per prompt; a prompt with a reply continues its conversation."""
+        parsed = [_tool(tool) for tool in tools]
+        requests = [
+            (f"reply-{number}", self._ids(prompt, parsed, after), after)
             for number, (prompt, after) in enumerate(prompts, self.calls)
         ]
-        self.calls += len(asked)
-        return self._await(self._generate(asked, sampling, known))
+        self.calls += len(requests)
+        return self._await(self._generate(requests, sampling, parsed))
 
     def _ids(self, prompt: Prompt, tools: Sequence[Tool], after: SampledReply | None) -> tuple[int, ...]:
         if isinstance(prompt, str):
@@ -111,28 +185,30 @@ class EngineSampler:
         messages = [_message(part) for part in prompt if not isinstance(part, int)]
         if after is None:
             return tuple(self.tokenizer.render(messages, tools))
-        cut = after.finish is not FinishReason.STOP
-        found = self.tokenizer.append(messages, truncated=cut, tools=tools, stop=after.token_ids[-1])
-        if found is None:
+        truncated = after.finish is not FinishReason.STOP
+        delta = self.tokenizer.append(messages, truncated=truncated, tools=tools, stop=after.token_ids[-1])
+        if delta is None:
             raise UsageError(
                 f"{self.path}: its template cannot go on after a sampled reply with"
                 f" {[message.role for message in messages]}; give the ids that follow instead"
             )
-        return (*after.ids, *found[1])
+        return (*after.ids, *delta[1])
 
     async def _generate(
         self,
-        asked: list[tuple[str, tuple[int, ...], SampledReply | None]],
+        requests: list[tuple[str, tuple[int, ...], SampledReply | None]],
         sampling: Sampling,
         tools: list[Tool],
     ) -> list[SampledReply]:
         context = (await self._engine.info()).max_context
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._reply(*one, sampling, tools, context)) for one in asked]
+                tasks = [
+                    group.create_task(self._reply(*request, sampling, tools, context)) for request in requests
+                ]
         except ExceptionGroup as broken:
-            first = broken.exceptions[0]  # the others were stopped because of it
-            if type(first) is ValueError:  # an engine that is asked what it cannot
+            first = broken.exceptions[0]  # cancelled the others
+            if type(first) is ValueError:  # a request that the engine cannot serve
                 raise UsageError(str(first)) from first
             raise first from None
         return [task.result() for task in tasks]
@@ -189,38 +265,36 @@ def _spans(chunks: Sequence[Chunk]) -> list[VersionSpan]:
     return spans
 
 
-def _message(given: Message | Mapping[str, Any]) -> Message:
-    """As the OpenAI API has it, or one of ours."""
-    if isinstance(given, Message):
-        if given.images:
+def _message(value: Message | Mapping[str, Any]) -> Message:
+    """A message in OpenAI's form, or a `Message`."""
+    if isinstance(value, Message):
+        if value.images:
             raise UsageError(
                 "sample() takes no images; sample through a gateway and train on rows_from_groups()"
             )
-        return given
-    if unknown := sorted(given.keys() - KNOWN):
-        raise UsageError(f"a message has {unknown[0]!r}; it may have: {', '.join(sorted(KNOWN))}")
-    told = {name: value for name, value in given.items() if value is not None}
-    if "reasoning_content" in told:
-        told["reasoning"] = told.pop("reasoning_content")
+        return value
+    if unknown := sorted(value.keys() - MESSAGE_FIELDS):
+        raise UsageError(f"a message has {unknown[0]!r}; it may have: {', '.join(sorted(MESSAGE_FIELDS))}")
+    fields = {name: item for name, item in value.items() if item is not None}
+    if "reasoning_content" in fields:
+        fields["reasoning"] = fields.pop("reasoning_content")
     try:
-        told["tool_calls"] = [_call(call) for call in told.get("tool_calls", ())]
-        return msgspec.convert(told, Message)
+        fields["tool_calls"] = [_call(call) for call in fields.get("tool_calls", ())]
+        return msgspec.convert(fields, Message)
     except (msgspec.ValidationError, KeyError, TypeError) as error:
-        raise UsageError(f"message {dict(given)!r} cannot be read: {error!r}") from error
+        raise UsageError(f"message {dict(value)!r} cannot be read: {error!r}") from error
 
 
-def _call(given: ToolCall | Mapping[str, Any]) -> ToolCall:
-    if isinstance(given, ToolCall):
-        return given
-    function = given.get("function", given)
+def _call(value: ToolCall | Mapping[str, Any]) -> ToolCall:
+    if isinstance(value, ToolCall):
+        return value
+    function = value.get("function", value)
     arguments = function["arguments"]
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-    return ToolCall(given.get("id", ""), function["name"], text)
+    return ToolCall(value.get("id", ""), function["name"], text)
 
 
-def _tool(given: Mapping[str, Any]) -> Tool:
-    """As the OpenAI API has it."""
-    function = given.get("function", given)
-    return Tool(
-        function["name"], function.get("description", ""), function.get("parameters", {}), dict(given)
-    )
+def _tool(tool: Mapping[str, Any]) -> Tool:
+    """A tool in OpenAI's form."""
+    function = tool.get("function", tool)
+    return Tool(function["name"], function.get("description", ""), function.get("parameters", {}), dict(tool))

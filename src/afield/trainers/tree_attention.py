@@ -1,10 +1,9 @@
-"""Attention over a forest: every token sees its ancestors and itself, and nothing else.
+"""Tree attention: every token attends to its ancestors and itself.
 
-It is an attention implementation of `transformers`: `watch(model)` puts it in place, and a call that
-brings `tree=` runs over that forest; without one, attention is the usual causal one. All else is computed
-once per token. Attention itself is one FlexAttention kernel, whose mask costs one integer per token, or
-several for plain rectangles (`peeled`) where those take less. On a CPU it is the exact sum, sequence by
-sequence. Models whose attention is more than that (windows, soft caps, sinks) are refused.
+An attention implementation of `transformers`: `install_tree_attention(model)` selects it, and a call with
+`tree=` runs over that tree; without one, attention is causal. Kernels: FlexAttention with a mask of one
+integer per token, cuDNN over dense blocks (`prefix_attention`) where that is faster, and on a CPU the exact
+sum, sequence by sequence. Models with windows, soft caps or sinks are refused.
 """
 
 from __future__ import annotations
@@ -34,20 +33,21 @@ from afield.trainers.prefix_attention import (
 ATTENTION = "afield_tree"
 Kernel = Literal["prefix", "flex", "per_sequence"]
 BLOCK = 128
-BEYOND = ("softcap", "s_aux", "position_bias")  # what some attention does besides
-FLEX_PACE = 0.65  # of what kernels for rectangles make of the same arithmetic
+UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+"""Arguments of attention variants that are refused."""
+FLEX_SPEED = 0.65
+"""Speed of FlexAttention relative to dense kernels, for the same arithmetic."""
 
 
 class CheckpointedAttention:
-    """What attention gave, while the layers around it are computed again for their gradients.
+    """Attention that gradient checkpointing does not compute twice.
 
-    With gradient checkpointing a layer's forward pass runs twice. The first time, what attention's gradient
-    needs of its results stays; its inputs come from the second, in which it is not computed again. That
-    takes one tensor per layer of the size that checkpointing keeps anyway.
+    A checkpointed layer's forward pass runs twice. The first pass keeps attention's result, one tensor per
+    layer of the size that checkpointing keeps anyway; the second only recomputes its inputs.
     """
 
-    def __init__(self, wanted: bool) -> None:
-        self.first = wanted
+    def __init__(self, enabled: bool) -> None:
+        self.first = enabled
         self._results: dict[int, Tensor] = {}
         self._inputs: dict[int, tuple[Tensor, ...]] = {}
 
@@ -56,21 +56,21 @@ class CheckpointedAttention:
         layer: int,
         lay_out: Callable[..., tuple[Tensor, ...]],
         attend: Callable[..., Tensor],
-        *given: Tensor,
+        *tensors: Tensor,
     ) -> Tensor:
-        """`attend(*lay_out(*given))`, of which a second pass only lays out."""
+        """`attend(*lay_out(*tensors))`; a second pass only lays out."""
         if layer in self._results and not self.first:
             with torch.no_grad():
-                self._inputs = {layer: lay_out(*given)}
-            # Only with a gradient of its own do the operations behind it save what they saved at first.
+                self._inputs = {layer: lay_out(*tensors)}
+            # It requires a gradient so that later operations save the same tensors as at first.
             return self._results.pop(layer).detach().requires_grad_()
-        inputs = lay_out(*given)
+        inputs = lay_out(*tensors)
         if not self.first:
             return attend(*inputs)
-        known = {(tensor.data_ptr(), tensor.shape): number for number, tensor in enumerate(inputs)}
+        positions = {(tensor.data_ptr(), tensor.shape): number for number, tensor in enumerate(inputs)}
 
         def pack(tensor: Tensor) -> int | Tensor:
-            return known.get((tensor.data_ptr(), tensor.shape), tensor)
+            return positions.get((tensor.data_ptr(), tensor.shape), tensor)
 
         def unpack(packed: int | Tensor) -> Tensor:
             return self._inputs[layer][packed] if isinstance(packed, int) else packed
@@ -82,7 +82,7 @@ class CheckpointedAttention:
 
 
 class TokenTree:
-    """A forest on a device. Tokens that fill up the last block are trees of their own."""
+    """A packed prefix tree on a device. Tokens that fill the last block are trees of their own."""
 
     def __init__(self, packed: PackedTokens, device: torch.device, kernel: Kernel | None = None) -> None:
         count = len(packed.ids)
@@ -98,12 +98,12 @@ class TokenTree:
         self._kernel: Kernel | None = kernel
 
     def kernel(self, dtype: torch.dtype, heads: Heads) -> Kernel:
-        """The one that takes less: a single one over what is needed, or faster ones over somewhat more."""
+        """The faster kernel: FlexAttention over the needed pairs, or dense kernels over somewhat more."""
         if self._kernel is not None:
             return self._kernel
         if self._device.type != "cuda":
             return "per_sequence"
-        cheap = self.plan.pairs < self._pairs / FLEX_PACE
+        cheap = self.plan.pairs < self._pairs / FLEX_SPEED
         return "prefix" if cheap and kernel_available(self._device, dtype, heads) else "flex"
 
     @cached_property
@@ -112,19 +112,19 @@ class TokenTree:
 
     @cached_property
     def segments(self) -> list[tuple[int, int, Tensor, Tensor]]:
-        """For each sequence: the tokens it adds, all it consists of, and which of those each one sees."""
-        made: list[tuple[int, int, Tensor, Tensor]] = []
+        """Per sequence: start and end of its tokens, all its token indices, and the mask between them."""
+        segments: list[tuple[int, int, Tensor, Tensor]] = []
         for start, end, path in self._segments:
             parts = [torch.arange(first, last) for first, last in (*path, (start, end))]
             keys = torch.cat(parts).to(self._device)
             fresh = end - start
             seen = torch.ones(fresh, len(keys), dtype=torch.bool).tril(len(keys) - fresh).to(self._device)
-            made.append((start, end, keys, seen))
-        return made
+            segments.append((start, end, keys, seen))
+        return segments
 
     @cached_property
     def blocks(self) -> BlockMask:
-        """Which blocks see which, wholly or in part. What a block begins with and ends with says it all."""
+        """FlexAttention's block mask, from the first and last end of each block."""
         end = self.end
         count = len(end) // BLOCK
         latest, earliest = end.view(count, BLOCK).amax(1), end.view(count, BLOCK).amin(1)
@@ -153,7 +153,7 @@ class TokenTree:
         return output.last_hidden_state[0]
 
     def logits(self, model: Any, tokens: Tensor) -> Tensor:
-        """What a model says after each of `tokens`, [tokens, vocabulary]."""
+        """Logits after each of `tokens`, [tokens, vocabulary]."""
         with tree_pass(self, model) as tree:
             output = model(
                 input_ids=self.ids,
@@ -166,39 +166,39 @@ class TokenTree:
 
 
 class TreePass:
-    """One forward pass over a tree, and the second one over each layer where layers are computed again."""
+    """A forward pass over a tree, with the recomputation of checkpointed layers."""
 
-    def __init__(self, tree: TokenTree, kept: CheckpointedAttention) -> None:
-        self.tree, self.kept = tree, kept
-        self.seen = False
+    def __init__(self, tree: TokenTree, attention: CheckpointedAttention) -> None:
+        self.tree, self.attention = tree, attention
+        self.used = False
 
 
-def computed_again(model: Any) -> bool:
-    """Whether its layers are, for their gradients. The model around them need not be training for that."""
+def uses_checkpointing(model: Any) -> bool:
+    """Whether its layers use gradient checkpointing, which does not need the model in training mode."""
     layers = (layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer))
     return any(layer.training and layer.gradient_checkpointing for layer in layers)
 
 
 @contextmanager
 def tree_pass(tree: TokenTree, model: Any) -> Iterator[TreePass]:
-    kept = CheckpointedAttention(torch.is_grad_enabled() and computed_again(model))
-    made = TreePass(tree, kept)
-    yield made
-    kept.first = False
-    if not made.seen:
+    attention = CheckpointedAttention(torch.is_grad_enabled() and uses_checkpointing(model))
+    current = TreePass(tree, attention)
+    yield current
+    attention.first = False
+    if not current.used:
         raise NotImplementedError(
             f"{type(model).__name__} does not attend over trees; watch(model) makes it, or train padded rows"
         )
 
 
 def _listed(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """How many are set in each row, and which, those first."""
+    """Number of set columns per row, and the columns with the set ones first."""
     order = torch.argsort(matrix.to(torch.int8), dim=1, descending=True, stable=True)
     return matrix.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
 
 
 def install_tree_attention(model: Any) -> None:
-    """Put this attention into a model."""
+    """Select tree attention in a model."""
     _register()
     model.set_attn_implementation(ATTENTION)
 
@@ -210,7 +210,7 @@ def _register() -> None:
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Causal attention needs none, and a forest has its own."""
+    """Causal and tree attention need no mask tensor."""
 
 
 def attention(
@@ -227,12 +227,16 @@ def attention(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Query, key and value are [batch, heads, tokens, size]; the result is [batch, tokens, heads, size]."""
-    if strange := [name for name in BEYOND if more.get(name) is not None]:
-        raise NotImplementedError(f"{type(module).__name__} uses {strange[0]}, which is not supported here")
+    if unsupported := [name for name in UNSUPPORTED if more.get(name) is not None]:
+        raise NotImplementedError(
+            f"{type(module).__name__} uses {unsupported[0]}, which is not supported here"
+        )
     longest = tree.tree.longest if tree is not None else query.shape[2]
     if dropout or (sliding_window is not None and longest > sliding_window):
-        what = f"dropout {dropout}" if dropout else f"a window of {sliding_window} and rows of {longest}"
-        raise NotImplementedError(f"{type(module).__name__} has {what}, which cannot be trained here exactly")
+        feature = f"dropout {dropout}" if dropout else f"a window of {sliding_window} and rows of {longest}"
+        raise NotImplementedError(
+            f"{type(module).__name__} has {feature}, which cannot be trained here exactly"
+        )
     if tree is None:
         grouped = query.shape[1] != key.shape[1]
         causal = attention_mask is None
@@ -240,55 +244,55 @@ def attention(
             query, key, value, attention_mask, is_causal=causal, scale=scaling, enable_gqa=grouped
         )
     else:
-        return _over(tree, id(module), scaling, query, key, value), None
+        return _attend(tree, id(module), scaling, query, key, value), None
     return out.transpose(1, 2).contiguous(), None
 
 
-def _over(walk: TreePass, layer: int, scaling: float | None, *given: Tensor) -> Tensor:
-    tree, kept = walk.tree, walk.kept
-    walk.seen = True
-    scale = given[0].shape[-1] ** -0.5 if scaling is None else scaling
-    # Norms and rotations of weights in float32 leave queries and keys in it, values not.
-    device = given[0].device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else given[0].dtype
-    given = tuple(tensor.to(dtype) for tensor in given)
-    kernel = tree.kernel(dtype, Heads(given[0].shape[1], given[1].shape[1], given[0].shape[3]))
+def _attend(current: TreePass, layer: int, scaling: float | None, *tensors: Tensor) -> Tensor:
+    tree, checkpointed = current.tree, current.attention
+    current.used = True
+    scale = tensors[0].shape[-1] ** -0.5 if scaling is None else scaling
+    # Norms and rotations with float32 weights leave queries and keys in float32, but not values.
+    device = tensors[0].device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensors[0].dtype
+    tensors = tuple(tensor.to(dtype) for tensor in tensors)
+    kernel = tree.kernel(dtype, Heads(tensors[0].shape[1], tensors[1].shape[1], tensors[0].shape[3]))
     if kernel == "prefix":
-        return kept(
-            layer, _as_they_are, lambda *inputs: PrefixAttention.apply(*inputs, tree.plan, scale), *given
+        return checkpointed(
+            layer, _identity, lambda *inputs: PrefixAttention.apply(*inputs, tree.plan, scale), *tensors
         )
     if kernel == "flex":
-        out = kept(layer, _enough_heads, partial(_by_mask, tree, scale), *given)
+        out = checkpointed(layer, _repeat_heads, partial(_flex_attention, tree, scale), *tensors)
     else:
-        out = _by_sequence(tree, scale, *given)
+        out = _per_sequence(tree, scale, *tensors)
     return out.transpose(1, 2).contiguous()
 
 
-def _as_they_are(*given: Tensor) -> tuple[Tensor, ...]:
-    return given
+def _identity(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tensors
 
 
-def _enough_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """With few heads of keys the kernel's backward pass has too little to do at a time."""
+def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """Repeat key heads: with few of them the kernel's backward pass has too little parallelism."""
     groups = query.shape[1] // key.shape[1]
     if groups <= 2:
         return query, key, value
     return query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
 
 
-def _by_mask(tree: TokenTree, scaling: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return _flex()(query, key, value, block_mask=tree.blocks, scale=scaling, enable_gqa=True)
+def _flex_attention(tree: TokenTree, scaling: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return _compiled_flex()(query, key, value, block_mask=tree.blocks, scale=scaling, enable_gqa=True)
 
 
 @cache
-def _flex() -> Any:
+def _compiled_flex() -> Any:
     return torch.compile(flex_attention)
 
 
-def _by_sequence(tree: TokenTree, scaling: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _per_sequence(tree: TokenTree, scaling: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
     parts: list[Tensor] = []
-    # What sequences add to the gradient of tokens they share is summed in float32.
+    # Gradients of shared tokens are summed in float32.
     wide = torch.promote_types(key.dtype, torch.float32)
     keys_of_all, values_of_all = key.to(wide), value.to(wide)
     for start, end, keys, seen in tree.segments:

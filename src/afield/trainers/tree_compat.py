@@ -1,9 +1,9 @@
-"""Whether a model computes over a forest what it computes over rows, found out by trying.
+"""Checks whether a model computes the same over a token tree, or padded, as over rows.
 
-Some architectures ignore the attention that is put into them, or do more in it than a forest allows
-(windows, soft caps, states that run along the row). A few tokens that branch show it: they are run as rows
-with the model's own attention, and as a forest with ours. One that computes something else each time it is
-asked, such as one with dropout that cannot be switched off, is no policy at all.
+Some architectures ignore the attention implementation, or do more in it than a tree allows (windows, soft
+caps, recurrent state). A few branching sequences are run as rows with the model's own attention and as a
+tree with tree attention, and compared. A model that is not deterministic, such as one with dropout, is
+refused.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from afield.types import Failure, FailureKind, Reason
 
 # A stem that three sequences share, one of them to its end, and one that shares nothing.
 BRANCHES = ((0, 1, 2, 3), (0, 1, 2, 3, 4, 5, 6), (0, 1, 2, 3, 7, 8), (9, 10, 11, 12, 13))
-CLOSE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # relative error of all logits
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+"""Relative error of all logits up to which they are equal."""
 
 
 def tree_incompatibility(model: Any) -> str:
-    """Put our attention into `model`; or leave it as it is, and say why that cannot be."""
+    """Install tree attention, or leave `model` unchanged and return the reason why it cannot be used."""
     own = model.config._attn_implementation
     vocabulary = model.config.get_text_config().vocab_size
     rows = [[(7 + 11 * i) % vocabulary for i in row] for row in BRANCHES]
     off = _distance(model, rows)
-    if isinstance(off, float) and off <= CLOSE[model.dtype]:
+    if isinstance(off, float) and off <= TOLERANCE[model.dtype]:
         return ""
     model.set_attn_implementation(own)
     return off if isinstance(off, str) else f"its logits are off by {off:.1e} there"
 
 
 def _distance(model: Any, rows: list[list[int]]) -> float | str:
-    """The relative error of all logits; or what is wrong besides."""
+    """Relative error of all logits, or another reason why a tree cannot be used."""
     problems: list[Failure] = []
     with boundary(FailureKind.INFRASTRUCTURE, Reason.LAUNCH, problems.append), torch.enable_grad():
         alone = [_row(model, row) for row in rows]
@@ -53,28 +54,28 @@ def _distance(model: Any, rows: list[list[int]]) -> float | str:
 
 
 def _reached(model: Any, *outputs: Tensor) -> set[str]:
-    """The names of the weights that a gradient of `outputs` would reach."""
+    """Names of the weights that the gradient of `outputs` reaches."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     seen: set[Any] = set()
     ahead: list[Any] = [output.grad_fn for output in outputs]
-    found: set[str] = set()
+    reached: set[str] = set()
     while ahead:
         node = ahead.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if (leaf := getattr(node, "variable", None)) is not None and id(leaf) in names:
-            found.add(names[id(leaf)])
+            reached.add(names[id(leaf)])
         ahead += [following for following, _ in node.next_functions]
-    return found
+    return reached
 
 
 @torch.no_grad()
 def padding_incompatibility(model: Any) -> str:
-    """Why rows cannot be run beside each other, or nothing."""
+    """Reason why padded rows give other numbers; empty if they do not."""
     config = model.config.get_text_config()
-    if (kept := getattr(config, "index_topk", None)) is not None:
-        return f"its attention chooses {kept} tokens of a row, padding among them (index_topk)"
+    if (top_k := getattr(config, "index_topk", None)) is not None:
+        return f"its attention chooses {top_k} tokens of a row, padding among them (index_topk)"
     rows = [[(7 + 11 * i) % config.vocab_size for i in range(length)] for length in (24, 9, 15)]
     width = max(map(len, rows))
     ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=model.device)
@@ -82,7 +83,7 @@ def padding_incompatibility(model: Any) -> str:
     expected = torch.cat([_row(model, row) for row in rows])
     got = torch.cat([logits[: len(row)] for logits, row in zip(padded, rows, strict=True)])
     off = float((got - expected).norm() / expected.norm())
-    return "" if off <= CLOSE[model.dtype] else f"its logits are off by {off:.1e} beside a longer row"
+    return "" if off <= TOLERANCE[model.dtype] else f"its logits are off by {off:.1e} beside a longer row"
 
 
 def _row(model: Any, ids: list[int]) -> Tensor:
@@ -90,11 +91,11 @@ def _row(model: Any, ids: list[int]) -> Tensor:
 
 
 def max_row_length(config: Any, *, tree: bool) -> int | None:
-    """Up to which length a row's tokens get the same numbers however it is run; None is no limit."""
+    """Row length up to which numbers do not depend on the layout; None is no limit."""
     limits: list[int | None] = [getattr(config, "max_position_embeddings", None)]
     rope = getattr(config, "rope_parameters", None) or {}
     settings = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
-    # Beyond it, these stretch all positions by the longest row they are run beside.
+    # Beyond it, these scale all positions by the longest row of the batch.
     shifting = [part for part in settings if part.get("rope_type") in {"dynamic", "longrope"}]
     limits += [part.get("original_max_position_embeddings") for part in shifting]
     layers = getattr(config, "layer_types", None)
@@ -107,6 +108,6 @@ def max_row_length(config: Any, *, tree: bool) -> int | None:
 
 @torch.no_grad()
 def is_deterministic(model: Any) -> bool:
-    """Whether it computes the same again."""
+    """Whether two forward passes give the same numbers."""
     ids = [(7 + 11 * i) % model.config.get_text_config().vocab_size for i in range(6)]
     return torch.equal(_row(model, ids), _row(model, ids))

@@ -1,4 +1,4 @@
-"""afield inside stock TRL: rollouts for its asynchronous GRPO, and, limited, for its synchronous one."""
+"""TRL integration: rollouts for AsyncGRPOTrainer and, with limits, for GRPOTrainer."""
 
 from afield.integrations.trl.rollouts import Rollouts
 from afield.integrations.trl.sync import SyncRollouts

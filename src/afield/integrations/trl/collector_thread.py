@@ -1,8 +1,8 @@
-"""The collection in a thread of its own: gateway, agents in their processes, and what brings them together.
+"""Rollout collection in its own thread: gateway, agent runtimes and group runner.
 
-It is the collecting half of `afield train`, made of the same values. The trainer's thread calls into it
-and waits; nothing of it runs there. What breaks it, a gateway that died for one, is kept and told to
-whoever asks next. Closing ends everything that was started, agents first.
+It is the collecting half of `afield train`, with the same settings. The trainer's thread calls into it and
+waits. An error that ends it, such as a dead gateway, is raised by the next call. Closing ends everything that
+was started, agents first.
 """
 
 from __future__ import annotations
@@ -39,21 +39,24 @@ T = TypeVar("T")
 
 
 class Collector(NamedTuple):
-    """What collects, ready to be asked. `base` is the version that the gateway served before us."""
+    """The running parts of a collection."""
 
     gateway: Gateway
-    collector: GroupRunner
-    conductor: RolloutRunner
+    groups: GroupRunner
+    rollout_runner: RolloutRunner
     schedule: Schedule
-    plan: RolloutConfig
-    spool: RolloutStore
+    rollout_config: RolloutConfig
+    rollout_store: RolloutStore
     base: int
+    """Version that the gateway served at the start."""
     engine_dtype: str
+    """Dtype in which weights are published."""
     child: GatewayChild | None
+    """The gateway's process, if it was started here."""
 
 
 class CollectorThread:
-    """Started once, closed once; every method may be called from any thread."""
+    """Starts and closes the collection once; thread-safe."""
 
     def __init__(
         self, config: TrainConfig, run: RunDirectory, tasks: Sequence[Task], admin_key: str | None = None
@@ -65,22 +68,22 @@ class CollectorThread:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._loop: Future[asyncio.AbstractEventLoop] = Future()
-        self._up: Future[Collector] = Future()
+        self._collector: Future[Collector] = Future()
         self._error: BaseException | None = None
 
     def start(self) -> Collector:
-        """Returns once agents can be launched; raises what stands in the way of that."""
+        """Start, and return once agents can be launched; raises the error that prevents it."""
         with self._lock:
             if self._thread is None:
                 name = f"afield-{self.run.id}"
-                # A program that forgets to close must still be able to end.
-                self._thread = threading.Thread(target=asyncio.run, args=(self._outlive(),), name=name)
+                # A daemon, so that a program that does not close it can exit.
+                self._thread = threading.Thread(target=asyncio.run, args=(self._run(),), name=name)
                 self._thread.daemon = True
                 self._thread.start()
-        return self._up.result()
+        return self._collector.result()
 
     def close(self) -> None:
-        """Repeating is harmless."""
+        """End the collection; idempotent."""
         with self._lock:
             thread = self._thread
         if thread is not None and thread.is_alive():
@@ -96,7 +99,7 @@ class CollectorThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop.result())
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Waits for it. A collection that is gone says why."""
+        """Run a coroutine in the collection's loop and wait; raises the error that ended the collection."""
         if not self.alive:
             work.close()
             self.check()
@@ -108,25 +111,25 @@ class CollectorThread:
             raise
 
     def check(self) -> None:
-        """Raises what broke it, if something did."""
+        """Raise the error that ended the collection, if any."""
         if self._error is not None:
             raise self._error
 
-    async def _outlive(self) -> None:
-        """Its whole life; however it ends, whoever waits for its start gets an answer."""
+    async def _run(self) -> None:
+        """Run the collection, and keep the error that ends it for `start` and `check`."""
         self._stopping = asyncio.Event()
-        living = asyncio.create_task(self._live())
+        collecting = asyncio.create_task(self._collect())
         self._loop.set_result(asyncio.get_running_loop())
-        await asyncio.wait([living])
-        self._error = None if living.cancelled() else living.exception()
-        if not self._up.done():
-            self._up.set_exception(self._error or Unavailable("it was closed before it had started"))
+        await asyncio.wait([collecting])
+        self._error = None if collecting.cancelled() else collecting.exception()
+        if not self._collector.done():
+            self._collector.set_exception(self._error or Unavailable("it was closed before it had started"))
 
-    async def _live(self) -> None:
+    async def _collect(self) -> None:
         stopping = asyncio.create_task(self._stopping.wait())
-        async with opened(self.config, self.run, self._tasks, self._admin_key) as made:
-            self._up.set_result(made)
-            watching = [asyncio.create_task(made.child.died())] if made.child else []
+        async with open_collector(self.config, self.run, self._tasks, self._admin_key) as collector:
+            self._collector.set_result(collector)
+            watching = [asyncio.create_task(collector.child.died())] if collector.child else []
             await asyncio.wait([stopping, *watching], return_when=asyncio.FIRST_COMPLETED)
             for death in watching:
                 if death.done() and not stopping.done():
@@ -135,7 +138,7 @@ class CollectorThread:
 
 
 @asynccontextmanager
-async def opened(
+async def open_collector(
     config: TrainConfig, run: RunDirectory, tasks: Sequence[Task], admin_key: str | None
 ) -> AsyncIterator[Collector]:
     async with AsyncExitStack() as stack:
@@ -144,26 +147,28 @@ async def opened(
         child = None
         if not config.gateway:
             child = await stack.enter_async_context(gateway_child(config, run))
-        carrier = await stack.enter_async_context(factory.transport(config, run))
-        places = AgentRuntimes(
-            factory.runtime(config, run, carrier), factory.verifier_runtime(config, run, carrier), carrier
+        transport = await stack.enter_async_context(factory.transport(config, run))
+        runtimes = AgentRuntimes(
+            factory.runtime(config, run, transport),
+            factory.verifier_runtime(config, run, transport),
+            transport,
         )
-        for place in places.all:
-            await stack.enter_async_context(place)
-        checks = [place.check() for place in places.all]
+        for runtime in runtimes.all:
+            await stack.enter_async_context(runtime)
+        checks = [runtime.check() for runtime in runtimes.all]
         gateway = await stack.enter_async_context(
             await run_with_checks(connect_gateway(config, child, admin_key), *checks)
         )
         if config.gateway:
             await check_gateway(config, run, admin_key)
-        conductor = await parts.conductor(gateway, places, NullObserver())
+        rollout_runner = await parts.conductor(gateway, runtimes, NullObserver())
         yield Collector(
             gateway=gateway,
-            collector=GroupRunner(parts.rollout_config, conductor, parts.rollout_store),
-            conductor=conductor,
+            groups=GroupRunner(parts.rollout_config, rollout_runner, parts.rollout_store),
+            rollout_runner=rollout_runner,
             schedule=parts.schedule,
-            plan=parts.rollout_config,
-            spool=parts.rollout_store,
+            rollout_config=parts.rollout_config,
+            rollout_store=parts.rollout_store,
             base=await gateway.version(),
             engine_dtype=factory.published_dtype(
                 config.engine_dtype, await gateway.engine_dtype(), Path(config.model)

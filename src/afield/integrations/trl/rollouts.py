@@ -1,10 +1,10 @@
-"""The door: what TRL's asynchronous GRPO trainer needs to learn from an agent that runs unchanged elsewhere.
+"""Rollouts for TRL's asynchronous GRPO trainer, from agents that run elsewhere unchanged.
 
     rollouts = Rollouts(args, agent="agent.py:agent", model="path/to/model", tasks=rows)
     AsyncGRPOTrainer(model="path/to/model", args=args, **rollouts.trainer_kwargs).train()
 
-What the trainer's own arguments say (rollouts of a task, temperature, length, staleness) is taken from
-them; everything else has the keys of `afield train`. Nothing is started before training begins.
+Rollouts per task, temperature, length and staleness come from the trainer's own arguments; everything else
+has the keys of `afield train`. Nothing is started before training begins.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from afield.settings.train import TrainConfig, build
 from afield.settings.values import from_file, merged, with_paths
 from afield.types import Task
 
-TAKEN = {  # by the trainer's own argument
+TRAINER_ARGUMENTS = {  # setting: the trainer's argument that replaces it
     "rollouts": "num_generations",
     "temperature": "temperature",
     "max_tokens": "max_completion_length",
@@ -40,23 +40,26 @@ TAKEN = {  # by the trainer's own argument
     "epochs": "num_train_epochs",
     "lr": "learning_rate",
 }
-IDLE = (  # what only the other trainers read
+UNUSED_SETTINGS = (  # read by other trainers only
     *("trainer", "mode", "minibatches", "kl", "grad_clip", "adam_eps", "freeze_weights", "on_stale", "learn"),
     *("tasks_per_step", "val_tasks", "val_every", "val_rollouts", "val_temperature"),
 )
-Rows = str | Path | Iterable[Mapping[str, Any]]
+TaskRows = str | Path | Iterable[Mapping[str, Any]]
 
 
 class Rollouts:
-    """`tasks` is a JSONL file, or rows (a `datasets.Dataset` is some). `directory` keeps weights, logs and
-    what was sampled; runs/trl-... unless told otherwise. `weigh` is "rollout", or "token" as TRL does."""
+    """Rollout worker and weight transfer for `AsyncGRPOTrainer`.
+
+    `tasks` is a JSONL file or an iterable of rows, such as a `datasets.Dataset`. `directory` keeps weights,
+    logs and rollouts; default runs/trl-... . `weigh` is "rollout", or "token" as TRL weighs.
+    """
 
     def __init__(
         self,
         args: Any,
         *,
         model: str | Path,
-        tasks: Rows,
+        tasks: TaskRows,
         directory: str | Path | None = None,
         config: str | Path | None = None,
         weigh: RowWeighting = "rollout",
@@ -65,33 +68,33 @@ class Rollouts:
         check(args)
         self.tasks = as_tasks(tasks)
         self.config = configured(args, str(model), config, values)
-        crew = open_collector(self.config, self.tasks, directory)
-        self.run = crew.run
-        pace = StalenessLimits(
+        collector = create_collector(self.config, self.tasks, directory)
+        self.run = collector.run
+        limits = StalenessLimits(
             step=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
             syncs=args.weight_sync_steps,
             staleness=args.max_staleness,
         )
-        recipe = RowConfig(
+        rows = RowConfig(
             temperature=args.temperature,
             advantage=advantage_of(self.config),
             weigh=weigh,
         )
-        self.worker = RolloutWorker(crew, pace, recipe)
+        self.worker = RolloutWorker(collector, limits, rows)
         self.weights = WeightTransfer(
-            crew, keep=self.config.keep_weights, report=self.worker.metrics_queue.put
+            collector, keep=self.config.keep_weights, report=self.worker.metrics_queue.put
         )
 
     @property
     def dataset(self) -> Any:
-        """What TRL counts epochs by."""
+        """Dataset of task ids, by which TRL counts epochs."""
         from datasets import Dataset  # pyright: ignore[reportMissingImports]
 
         return Dataset.from_list([{"prompt": task.id} for task in self.tasks])
 
     @property
     def trainer_kwargs(self) -> dict[str, Any]:
-        """The trainer's arguments that make it learn from these rollouts."""
+        """Arguments of `AsyncGRPOTrainer` that make it train on these rollouts."""
         return {
             "train_dataset": self.dataset,
             "rollout_worker": self.worker,
@@ -100,7 +103,7 @@ class Rollouts:
 
 
 def check(args: Any) -> None:
-    """What in the trainer's arguments cannot work here."""
+    """Refuse trainer arguments that cannot work here."""
     if args.token_budget is None:
         raise UsageError(
             "token_budget is not set, so TRL would ask a vLLM server for it: set token_budget=0 for steps of"
@@ -111,29 +114,35 @@ def check(args: Any) -> None:
 
 def check_sampling(args: Any) -> None:
     if args.top_p != 1.0 or args.top_k or args.min_p or args.repetition_penalty != 1.0:
-        told = {name: getattr(args, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+        sampling = {name: getattr(args, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
         raise UsageError(
-            f"{told}: TRL's loss does not know of truncated sampling; leave these as they are by default"
+            f"{sampling}: TRL's loss does not know of truncated sampling; leave these as they are by default"
         )
 
 
 def configured(args: Any, model: str, file: str | Path | None, values: Mapping[str, Any]) -> TrainConfig:
-    """The values of `afield train`: given here, else from the file; the trainer's own from its arguments."""
-    said = from_file(Path(file), TrainConfig, "train") if file else {}
-    given = with_paths(values, TrainConfig, Path.cwd())
-    check_credit(merged(said, given).get("learn", {}))
-    for name in given:
-        if name in TAKEN:
-            raise UsageError(f"{name} is the trainer's: give it as {TAKEN[name]} in its arguments")
-        if name in IDLE:
+    """Settings of `afield train`: keyword arguments over the file, and the trainer's own arguments."""
+    from_toml = from_file(Path(file), TrainConfig, "train") if file else {}
+    keywords = with_paths(values, TrainConfig, Path.cwd())
+    check_credit(merged(from_toml, keywords).get("learn", {}))
+    for name in keywords:
+        if name in TRAINER_ARGUMENTS:
+            raise UsageError(
+                f"{name} is the trainer's: give it as {TRAINER_ARGUMENTS[name]} in its arguments"
+            )
+        if name in UNUSED_SETTINGS:
             raise UsageError(f"{name} does nothing here, where TRL trains; leave it out")
-    constrained = merged(said, given).get("constrained_turns", "exclude")
+    constrained = merged(from_toml, keywords).get("constrained_turns", "exclude")
     if constrained == "train":
         raise UsageError(
             "constrained_turns = 'train': TRL rescores without the masks of constrained turns; leave it out,"
             " set 'ignore' to sample without constraints, or train with the embedded trainer"
         )
-    kept = {k: v for k, v in merged(said, given).items() if k not in (*TAKEN, *IDLE, "tasks")}
+    kept = {
+        k: v
+        for k, v in merged(from_toml, keywords).items()
+        if k not in (*TRAINER_ARGUMENTS, *UNUSED_SETTINGS, "tasks")
+    }
     kept["constrained_turns"] = constrained
     from_trainer = {
         "model": str(Path(model).absolute()),
@@ -147,14 +156,14 @@ def configured(args: Any, model: str, file: str | Path | None, values: Mapping[s
 
 
 def check_credit(learn: Any) -> None:
-    """A file may have settings for other trainers; these say what is learned, so they are not passed over."""
-    told = learn if isinstance(learn, Mapping) else {}
-    if told.get("credit", "outcome") != "outcome":
+    """Refuse credit and reward settings of other trainers: ignoring them would change what is trained."""
+    options = learn if isinstance(learn, Mapping) else {}
+    if options.get("credit", "outcome") != "outcome":
         raise UsageError(
-            f"learn.credit = {told['credit']!r} cannot be had with TRL, which takes one advantage for a whole"
+            f"learn.credit = {options['credit']!r} is not supported by TRL, which takes one advantage per"
             " row; leave it out, and rollouts learn from their reward, or train with `afield train` or veRL"
         )
-    if told.get("rewards"):
+    if options.get("rewards"):
         raise UsageError(
             "learn.rewards are not weighed where TRL trains; leave them out, and let agents give the reward"
             " that counts"
@@ -162,23 +171,23 @@ def check_credit(learn: Any) -> None:
 
 
 def advantage_of(config: TrainConfig) -> TrlEstimator:
-    """TRL takes rows as they come, so that nothing can be normalised over a whole batch."""
+    """The estimator; TRL takes rows as they come, so none may normalise over a whole batch."""
     if config.advantage == "grpo" and not config.scale_advantages:
         return "dr_grpo"
-    for how in get_args(TrlEstimator):
-        if how == config.advantage:
-            return how
+    for estimator in get_args(TrlEstimator):
+        if estimator == config.advantage:
+            return estimator
     raise UsageError(
         f"advantage {config.advantage!r} needs the whole batch;"
         f" with TRL choose one of: {', '.join(get_args(TrlEstimator))}"
     )
 
 
-def as_tasks(given: Rows) -> list[Task]:
-    if isinstance(given, str | Path):
-        return read_tasks(Path(given))
+def as_tasks(source: TaskRows) -> list[Task]:
+    if isinstance(source, str | Path):
+        return read_tasks(Path(source))
     tasks: dict[str, Task] = {}
-    for number, row in enumerate(given, 1):
+    for number, row in enumerate(source, 1):
         try:
             copied: dict[str, Any] = msgspec.json.decode(wire.encode(dict(row)))
             task = Task(str(copied.get("id", f"row-{number}")), copied)
@@ -192,8 +201,8 @@ def as_tasks(given: Rows) -> list[Task]:
     return list(tasks.values())
 
 
-def open_collector(config: TrainConfig, tasks: list[Task], directory: str | Path | None) -> CollectorThread:
-    """Rollouts that another run left would be taken for this one's, so the directory has to be fresh."""
+def create_collector(config: TrainConfig, tasks: list[Task], directory: str | Path | None) -> CollectorThread:
+    """A collector in a new run directory; one with rollouts of another run is refused."""
     environment = Environment.read()
     name = f"trl-{time.strftime('%Y%m%d-%H%M%S')}-{uuid4().hex[:4]}"
     run = RunDirectory(Path(directory) if directory else environment.runs / name)

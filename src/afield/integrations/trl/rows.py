@@ -1,10 +1,10 @@
-"""Groups as TRL's asynchronous GRPO takes them: one `RolloutSample` for every row of every rollout.
+"""Rows of groups as samples of TRL's asynchronous GRPO trainer.
 
-Advantages are the rollout's: TRL averages its loss over tokens, so by default a rollout's advantage is
-divided by its own number of sampled tokens and multiplied by the recent mean of it, and each rollout
-weighs the same, whatever its length and branches. Rollouts without a reward have no rows and are in no
-baseline. A rollout's rows are all as old as its oldest token, so that it is refused as a whole or not at
-all. What TRL would rescore differently from how it was sampled is refused, naming rollout and turn.
+TRL averages its loss over tokens, so by default an advantage is divided by its rollout's sampled tokens and
+multiplied by their recent mean: each rollout weighs the same, whatever its length and branches. Rollouts
+without a reward have no rows and are in no baseline. All rows of a rollout carry the version of its oldest
+token, so that TRL refuses it as a whole or not at all. Rows that TRL would rescore differently from how they
+were sampled are refused with rollout and turn.
 """
 
 from __future__ import annotations
@@ -18,27 +18,31 @@ import numpy as np
 from msgspec import Struct
 
 from afield.advantages import compute_advantages
+from afield.batches.rows import Row, rows_of
 from afield.errors import UsageError
-from afield.types import Group, Message, RolloutResult, Trajectory
+from afield.types import Group, Message, RolloutResult
 
 RowWeighting = Literal["rollout", "token"]
 TrlEstimator = Literal["grpo", "dr_grpo", "rloo", "remax"]
-RECENT = 64  # groups over which the mean length is taken
+RECENT_GROUPS = 64
+"""Groups over which the mean number of sampled tokens is taken."""
 
 
 class RowConfig(Struct, frozen=True, kw_only=True):
-    """How rows are made. `temperature` is the trainer's: it has one for all turns."""
+    """How samples are built from groups."""
 
     temperature: float = 1.0
+    """The trainer's sampling temperature, one for all turns."""
     advantage: TrlEstimator = "grpo"
     weigh: RowWeighting = "rollout"
+    """`rollout` gives each rollout the same weight, `token` each token, as TRL does."""
 
 
 class MeanLength:
-    """The mean number of sampled tokens of a rollout, of late."""
+    """Mean number of sampled tokens per rollout, over recent groups."""
 
     def __init__(self) -> None:
-        self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT)
+        self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT_GROUPS)
 
     def add(self, tokens: int, rollouts: int) -> float:
         if rollouts:
@@ -46,43 +50,40 @@ class MeanLength:
         return sum(t for t, _ in self._recent) / max(sum(n for _, n in self._recent), 1)
 
 
-def rows(group: Group, recipe: RowConfig, *, number: int, base: int, lengths: MeanLength) -> list[Any]:
-    """`number` is what TRL calls the group; version 0 of its own counting is the gateway's `base`."""
-    earned = compute_advantages([group], recipe.advantage)
-    trained = [f for f in group.finished if f.rollout.id in earned and owned(f)]
-    mean = lengths.add(sum(map(owned, trained)), len(trained))
-    made: list[Any] = []
+def samples(group: Group, config: RowConfig, *, number: int, base: int, lengths: MeanLength) -> list[Any]:
+    """TRL samples of a group. `number` is TRL's group id; `base` the gateway version that TRL counts as 0."""
+    advantages = compute_advantages([group], config.advantage)
+    trained = [f for f in group.finished if f.rollout.id in advantages and owned_tokens(f)]
+    mean = lengths.add(sum(map(owned_tokens, trained)), len(trained))
+    built: list[Any] = []
     for finished in trained:
-        share = mean / owned(finished) if recipe.weigh == "rollout" else 1.0
-        earned_by_it = earned[finished.rollout.id]
-        assert isinstance(earned_by_it, float)
-        worth = earned_by_it * share
-        for trajectory in finished.trajectories:
-            if trajectory.owned:
-                check(finished, trajectory, recipe.temperature)
-                made.append(_sample(finished, trajectory, worth, number, oldest(finished) - base))
-    return made
+        advantage = advantages[finished.rollout.id]
+        assert isinstance(advantage, float)
+        weighted = advantage * (mean / owned_tokens(finished) if config.weigh == "rollout" else 1.0)
+        version = min(span.low for row in finished.trajectories for span in row.versions) - base
+        for row in rows_of(finished, weighted):
+            if row.owned:
+                check(finished, row, config.temperature)
+                built.append(_sample(finished, row, number, version))
+    return built
 
 
-def owned(finished: RolloutResult) -> int:
-    return sum(t.owned for t in finished.trajectories)
+def owned_tokens(finished: RolloutResult) -> int:
+    return sum(trajectory.owned for trajectory in finished.trajectories)
 
 
-def oldest(finished: RolloutResult) -> int:
-    """The version that sampled its oldest token."""
-    return min(span.low for t in finished.trajectories for span in t.versions)
-
-
-def check(finished: RolloutResult, trajectory: Trajectory, temperature: float) -> None:
-    shown = [turn.id for turn in finished.turns if any(message.images for message in turn.messages)]
-    if trajectory.images or shown:
+def check(finished: RolloutResult, row: Row, temperature: float) -> None:
+    """Refuse a row that TRL would rescore under another distribution than it was sampled from."""
+    with_images = [turn.id for turn in finished.turns if any(message.images for message in turn.messages)]
+    turns = row.trajectory.turns
+    if row.trajectory.images or with_images:
         raise UsageError(
-            f"rollout {finished.rollout.id}, turn {shown[0] if shown else trajectory.turns[0].id}: it has"
+            f"rollout {row.rollout_id}, turn {with_images[0] if with_images else turns[0].id}: it has"
             " images, and TRL's asynchronous GRPO has no place for pixels in its samples; train with afield's"
             " own trainer or with veRL, or take the images out of the task"
         )
-    for turn in trajectory.turns:
-        where = f"rollout {finished.rollout.id}, turn {turn.id}"
+    for turn in turns:
+        where = f"rollout {row.rollout_id}, turn {turn.id}"
         if turn.truncated:
             raise UsageError(
                 f"{where}: sampled with top_p, top_k or greedily, a distribution that TRL's loss does not"
@@ -102,21 +103,21 @@ def check(finished: RolloutResult, trajectory: Trajectory, temperature: float) -
             raise UsageError(f"{where}: its first token has no prompt before it, so it cannot be rescored")
 
 
-def _sample(finished: RolloutResult, trajectory: Trajectory, worth: float, number: int, version: int) -> Any:
+def _sample(finished: RolloutResult, row: Row, number: int, version: int) -> Any:
     from trl.experimental.async_grpo.async_rollout_worker import (  # pyright: ignore[reportMissingImports]
         RolloutSample,
     )
 
     outcome = finished.outcome
     reward = outcome.reward_or_floor(0.0)
-    prompt, completion = messages(finished, trajectory)
+    prompt, completion = messages(finished, row)
     return RolloutSample(
         prompt=prompt,
         completion=completion,
-        input_ids=np.array(trajectory.token_ids, dtype=np.int64),
-        completion_mask=np.array(trajectory.loss_mask, dtype=np.int64),
-        old_log_probs=np.array(trajectory.logprobs, dtype=np.float32),
-        advantage=worth,
+        input_ids=np.array(row.token_ids, dtype=np.int64),
+        completion_mask=np.array(row.trajectory.loss_mask, dtype=np.int64),
+        old_log_probs=np.array(row.trajectory.logprobs, dtype=np.float32),
+        advantage=row.advantages[0],
         model_version=version,
         group_id=number,
         metrics={"reward": reward or 0.0, **{f"rewards/{k}": v for k, v in outcome.rewards.items()}},
@@ -124,15 +125,13 @@ def _sample(finished: RolloutResult, trajectory: Trajectory, worth: float, numbe
     )
 
 
-def messages(
-    finished: RolloutResult, trajectory: Trajectory
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """For people who read traces: what the row's first turn was asked, and what came after."""
-    mine = {turn.id for turn in trajectory.turns}
-    told = [turn.messages for turn in finished.turns if turn.id in mine and turn.messages]
-    if not told:
+def messages(finished: RolloutResult, row: Row) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Messages for TRL's logs: the prompt of the row's first turn, and all that followed."""
+    owned = {turn.id for turn in row.trajectory.turns}
+    turns = [turn.messages for turn in finished.turns if turn.id in owned and turn.messages]
+    if not turns:
         return [], []
-    first, *rest = told
+    first, *rest = turns
     after: Sequence[Message] = [first[-1], *(message for turn in rest for message in turn)]
     return [_plain(m) for m in first[:-1]], [_plain(m) for m in after]
 

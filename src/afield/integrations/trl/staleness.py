@@ -1,10 +1,10 @@
-"""How far collection may run ahead of the trainer: arithmetic, without any I/O.
+"""Staleness limits of the TRL worker: how many groups may run ahead (pure).
 
-TRL refuses a row when it takes it more than `staleness` versions after the oldest token of it was sampled.
-From one version of the weights to the next it takes `rows` rows, and at the first it takes those of one
-`step` more, since it always fetches a step ahead. So it is known when a row will be taken: no more groups
-are begun than that allows, and a group that ended early does not go before an older one that would then
-come too late. A trainer that has nothing left to take always gets another group.
+TRL refuses a row that it takes more than `staleness` versions after its oldest token was sampled. Between
+two versions it takes `rows` rows, and at the first it takes one `step` more, since it fetches a step ahead.
+So the version at which a row is taken is known in advance: no more groups start than that allows, and a
+group that ends early does not pass an older one that would then be too stale. A trainer without rows left
+always gets another group.
 """
 
 from __future__ import annotations
@@ -15,34 +15,39 @@ from msgspec import Struct
 
 
 class StalenessLimits(Struct, frozen=True, kw_only=True):
+    """Step size and staleness of TRL's trainer."""
+
     step: int
-    syncs: int = 1  # steps from one version to the next
+    """Rows per optimizer step."""
+    syncs: int = 1
+    """Steps from one version to the next."""
     staleness: int
+    """Versions that a row may be old when it is taken."""
 
     def __post_init__(self) -> None:
-        for name, least in (("step", 1), ("syncs", 1), ("staleness", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least {least}")
+        for name, minimum in (("step", 1), ("syncs", 1), ("staleness", 0)):
+            if getattr(self, name) < minimum:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least {minimum}")
 
     @property
     def rows(self) -> int:
         return self.step * self.syncs
 
     def versions_until(self, taken: int, ahead: int) -> int:
-        """How many versions from now the last of `ahead` rows is taken, when `taken` were at this one."""
+        """Versions until the last of `ahead` rows is taken, after `taken` rows at this version."""
         return max(0, (taken + ahead - 1) // self.rows)
 
     def admits(self, expected: int, *, taken: int, waiting: int, running: int) -> bool:
-        """Whether a group of `expected` rows may begin, behind rows that wait and groups that run."""
+        """Whether a group of `expected` rows may start behind waiting rows and running groups."""
         before = waiting + running * expected
         return before == 0 or self.versions_until(taken, before + expected) <= self.staleness
 
     def may_pass(
         self, size: int, expected: int, *, taken: int, waiting: int, version: int, older: Iterable[int]
     ) -> bool:
-        """Whether `size` rows may go before older groups, begun at these versions, that still run.
+        """Whether `size` rows may pass older groups, started at these versions, that still run.
 
-        A group that is too late already is waited for by nobody.
+        Groups that are too stale already are not waited for.
         """
         ahead = waiting + size
         for born in sorted(older):

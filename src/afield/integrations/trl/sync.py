@@ -1,10 +1,10 @@
-"""The limited mode: TRL's synchronous `GRPOTrainer` through its `rollout_func`.
+"""TRL's synchronous `GRPOTrainer` through its `rollout_func`, with limits.
 
-It takes one row for every prompt, so a rollout with branches is refused, or reduced to its main branch
-where that was asked for. It ignores the log-probabilities of the sampler unless its vLLM importance
-correction is on, so that rollouts have to be on policy: the trainer's weights are published before each
-collection, and a token that other weights sampled is refused. A rollout without a reward keeps its place,
-since TRL needs one for every prompt, with nothing of it trained and out of the baseline.
+1. It takes one row per prompt: a rollout with branches is refused, or reduced to its main branch on request.
+2. It ignores the sampler's log-probabilities unless its vLLM importance correction is on, so rollouts have to
+   be on policy: weights are published before each collection, and tokens of other weights are refused.
+3. It needs a row for every prompt: a rollout without a reward is a row without trained tokens, outside of the
+   baseline.
 """
 
 from __future__ import annotations
@@ -13,25 +13,22 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
+from afield.batches.rows import Row, rows_of
 from afield.errors import UsageError
 from afield.integrations.trl.collector_thread import Collector
-from afield.integrations.trl.rollouts import Rows, as_tasks, check_sampling, configured, open_collector
+from afield.integrations.trl.rollouts import TaskRows, as_tasks, check_sampling, configured, create_collector
 from afield.integrations.trl.rows import check
 from afield.integrations.trl.weights import WeightTransfer
 from afield.orchestrator.groups import GroupSpec, slug
-from afield.types import Group, RolloutResult, Trajectory
+from afield.types import Group, RolloutResult
 
 Branches = Literal["refuse", "main"]
 
 
-class Row(NamedTuple):
-    prompt_ids: list[int]
-    completion_ids: list[int]
-    env_mask: list[int]
-    logprobs: list[float]
-    reward: float | None
+EMPTY = {"prompt_ids": [0], "completion_ids": [0], "env_mask": [0], "logprobs": [0.0]}
+"""Columns of a rollout without anything to train."""
 
 
 class SyncRollouts:
@@ -40,7 +37,7 @@ class SyncRollouts:
         with SyncRollouts(args, ...) as rollouts:
             GRPOTrainer(model=..., args=args, **rollouts.trainer_kwargs).train()
 
-    Arguments are those of `Rollouts`; `branches` says what becomes of a rollout with several rows.
+    Arguments are those of `Rollouts`; `branches` refuses a rollout with several rows, or keeps the main one.
     """
 
     def __init__(
@@ -48,7 +45,7 @@ class SyncRollouts:
         args: Any,
         *,
         model: str | Path,
-        tasks: Rows,
+        tasks: TaskRows,
         directory: str | Path | None = None,
         config: str | Path | None = None,
         branches: Branches = "refuse",
@@ -59,47 +56,40 @@ class SyncRollouts:
         self.config = configured(args, str(model), config, values)
         self.branches: Branches = branches
         self._by_id = {task.id: task for task in self.tasks}
-        self._crew = open_collector(self.config, self.tasks, directory)
-        self._weights = WeightTransfer(self._crew, keep=self.config.keep_weights)
+        self._collector = create_collector(self.config, self.tasks, directory)
+        self._weights = WeightTransfer(self._collector, keep=self.config.keep_weights)
         self._step: int | None = None
         self._calls = 0
 
     def __enter__(self) -> Self:
-        self._crew.start()
+        self._collector.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._crew.close()
+        self._collector.close()
 
     @property
     def trainer_kwargs(self) -> dict[str, Any]:
-        """The trainer's arguments that make it learn from these rollouts."""
+        """Arguments of `GRPOTrainer` that make it train on these rollouts."""
         from datasets import Dataset  # pyright: ignore[reportMissingImports]
 
         prompts = Dataset.from_list([{"prompt": task.id} for task in self.tasks])
         return {"train_dataset": prompts, "rollout_func": self.rollout_func, "reward_funcs": [afield_reward]}
 
     def rollout_func(self, prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
-        """One row for every prompt, in their order. They come as often as a task is to be attempted."""
-        made = self._crew.start()
+        """Columns with one row per prompt, in order. Each task comes as often as it is to be attempted."""
+        collector = self._collector.start()
         self._publish(trainer)
-        wishes = self._wishes(prompts)
-        groups = self._crew.call(made.collector.collect(wishes))
+        groups = self._collector.call(collector.groups.collect(self._group_specs(prompts)))
         corrected = bool(trainer.use_vllm and trainer.vllm_importance_sampling_correction)
-        version = None if corrected else made.base + self._weights.sent
-        rows = [self._row(finished, version) for group in groups for finished in group.finished]
-        self._forget(made, groups)
-        if all(row.reward is None for row in rows):
-            raise UsageError(
-                f"no rollout has a reward; the first one: {groups[0].finished[0].outcome.failure}"
-            )
-        return {
-            "prompt_ids": [row.prompt_ids for row in rows],
-            "completion_ids": [row.completion_ids for row in rows],
-            "logprobs": [row.logprobs for row in rows],
-            "env_mask": [row.env_mask for row in rows],
-            "outcome_reward": [row.reward for row in rows],
-        }
+        version = None if corrected else collector.base + self._weights.sent
+        results = [finished for group in groups for finished in group.finished]
+        rewards = [finished.outcome.reward_or_floor(0.0) for finished in results]
+        columns = [self._columns(finished, version) for finished in results]
+        self._forget(collector, groups)
+        if all(reward is None for reward in rewards):
+            raise UsageError(f"no rollout has a reward; the first one: {results[0].outcome.failure}")
+        return {name: [row[name] for row in columns] for name in EMPTY} | {"outcome_reward": rewards}
 
     def _publish(self, trainer: Any) -> None:
         if trainer.accelerator.num_processes > 1:
@@ -111,8 +101,8 @@ class SyncRollouts:
             self._weights.send_weights(iter(model.named_parameters()))
             self._step = trainer.state.global_step
 
-    def _wishes(self, prompts: Sequence[str]) -> list[GroupSpec]:
-        number, wishes = self.config.rollouts, []
+    def _group_specs(self, prompts: Sequence[str]) -> list[GroupSpec]:
+        number, specs = self.config.rollouts, []
         self._calls += 1
         seen: defaultdict[str, int] = defaultdict(int)
         for prompt, repeated in groupby(prompts):
@@ -124,45 +114,42 @@ class SyncRollouts:
             if count % number:
                 raise UsageError(f"the prompt {prompt!r} comes {count} times, not num_generations={number}")
             for _ in range(count // number):
-                name = f"{self._crew.run.id}-c{self._calls}-{slug(prompt)}-{seen[prompt]}"
-                wishes.append(GroupSpec(name, self._by_id[prompt], self._calls))
+                name = f"{self._collector.run.id}-c{self._calls}-{slug(prompt)}-{seen[prompt]}"
+                specs.append(GroupSpec(name, self._by_id[prompt], self._calls))
                 seen[prompt] += 1
-        return wishes
+        return specs
 
-    def _row(self, finished: RolloutResult, version: int | None) -> Row:
-        reward = finished.outcome.reward_or_floor(0.0)
-        trajectories = [t for t in finished.trajectories if t.owned]
-        if reward is None or not trajectories:
-            return Row([0], [0], [0], [0.0], reward)
-        if len(trajectories) > 1 and self.branches == "refuse":
+    def _columns(self, finished: RolloutResult, version: int | None) -> dict[str, list[Any]]:
+        rows = [row for row in rows_of(finished) if row.owned]
+        if finished.outcome.reward_or_floor(0.0) is None or not rows:
+            return EMPTY
+        if len(rows) > 1 and self.branches == "refuse":
             raise UsageError(
-                f"rollout {finished.rollout.id} has {len(trajectories)} branches, and rollout_func takes one"
+                f"rollout {finished.rollout.id} has {len(rows)} branches, and rollout_func takes one"
                 " row; use AsyncGRPOTrainer, which takes all, or branches='main' for the longest alone"
             )
-        main = max(trajectories, key=lambda t: t.owned)
+        main = max(rows, key=lambda row: row.owned)
         check(finished, main, self.config.temperature)
-        check_version(finished, main, version)
-        start = main.turns[0].start
-        return Row(
-            list(main.token_ids[:start]),
-            list(main.token_ids[start:]),
-            list(main.loss_mask[start:]),
-            list(main.logprobs[start:]),
-            reward,
-        )
+        check_version(main, version)
+        return {
+            "prompt_ids": list(main.prompt_ids),
+            "completion_ids": list(main.response_ids),
+            "env_mask": list(main.response_mask),
+            "logprobs": list(main.response_logprobs),
+        }
 
-    def _forget(self, made: Collector, groups: Sequence[Group]) -> None:
+    def _forget(self, collector: Collector, groups: Sequence[Group]) -> None:
         for group in groups:
             for finished in group.finished:
-                made.spool.remove(finished.rollout.id)
+                collector.rollout_store.remove(finished.rollout.id)
 
 
-def check_version(finished: RolloutResult, trajectory: Trajectory, version: int | None) -> None:
-    """TRL takes the trainer's log-probabilities for the sampler's: right for its own weights only."""
-    for span in trajectory.versions:
+def check_version(row: Row, version: int | None) -> None:
+    """Refuse tokens of other weights: TRL takes the trainer's log-probabilities for the sampler's."""
+    for span in row.trajectory.versions:
         if version is not None and (span.low, span.high) != (version, version):
             raise UsageError(
-                f"rollout {finished.rollout.id}: tokens {span.start} to {span.end} were sampled by version"
+                f"rollout {row.rollout_id}: tokens {span.start} to {span.end} were sampled by version"
                 f" {span.low} to {span.high}, the trainer is at {version}, and GRPOTrainer ignores the"
                 " sampler's log-probabilities; publish to this gateway from one trainer only, turn on"
                 " use_vllm with vllm_importance_sampling_correction, or use AsyncGRPOTrainer"
@@ -170,5 +157,5 @@ def check_version(finished: RolloutResult, trajectory: Trajectory, version: int 
 
 
 def afield_reward(outcome_reward: list[float | None], **_: Any) -> list[float | None]:
-    """The reward that came back with each rollout; None keeps it out of the baseline."""
+    """Reward function for TRL: the reward of each rollout; None keeps it out of the baseline."""
     return outcome_reward

@@ -1,9 +1,9 @@
-"""TRL's `WeightTransferProtocol`: the trainer's weights to whatever samples behind the gateway.
+"""TRL's `WeightTransferProtocol`: publishes the trainer's weights to the gateway's engines.
 
-They are written as a model directory beside its place, renamed into it, and published under the next
-version; embedded engine, vLLM and SGLang load it from there. Agents go on meanwhile: the gateway keeps
-every call, and stamps each token with the version that sampled it, so there is nothing to pause. What the
-trainer does not send because it never changes (frozen parts) comes from the model's own directory.
+Weights are written as a model directory, renamed into place, and published under the next version; embedded
+engine, vLLM and SGLang load them from there. Nothing is paused: the gateway keeps calls in flight and
+stamps each token with the version that sampled it. Tensors that the trainer does not send because they are
+frozen come from the model's own directory.
 """
 
 from __future__ import annotations
@@ -25,55 +25,55 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 log = logging.getLogger("afield.trl")
-KEPT = 2
+KEPT_VERSIONS = 2
 
 
 class WeightTransfer:
-    """Counts what it has sent as the trainer does: version n of TRL is the gateway's first one plus n."""
+    """Publishes weights; version n of TRL is the gateway's first version plus n."""
 
     def __init__(
         self,
-        crew: CollectorThread,
+        collector: CollectorThread,
         *,
-        keep: int | None = KEPT,
+        keep: int | None = KEPT_VERSIONS,
         report: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         """`report` takes metrics as TRL's `metrics_queue` does."""
-        self._crew = crew
+        self._collector = collector
         self._report = report
         self._keep = keep
-        self._model = Path(crew.config.model)
+        self._model = Path(collector.config.model)
         self.sent = 0
         self.published: dict[str, float] = {}
         """Metrics of the last publication; see `afield.interfaces.trainer.Publisher`."""
 
     def init_weight_transfer(self) -> None:
-        """Starts the gateway, unless one was named, and all that agents need."""
-        self._crew.start()
+        """Start the collection, with a gateway unless one is configured."""
+        self._collector.start()
 
     def pause(self) -> None:
-        """Nothing: agents sample with the weights they have until the new ones are in place."""
+        """No-op: agents sample with the old weights until the new ones are loaded."""
 
     def resume(self) -> None:
-        """Nothing; see `pause`."""
+        """No-op; see `pause`."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
-        """Every later token is sampled by these weights. Raises what kept them from getting there."""
-        made = self._crew.start()
-        version = made.base + self.sent + 1
-        directory = self._crew.run.weights(version)
-        rounding = make_rounding(made.engine_dtype, self._crew.config.seed, version)
+        """Publish the weights; every later token is sampled by them."""
+        collector = self._collector.start()
+        version = collector.base + self.sent + 1
+        directory = self._collector.run.weights(version)
+        rounding = make_rounding(collector.engine_dtype, self._collector.config.seed, version)
         self.published = write(self._model, directory, iterator, rounding)
         log.info("version %d is published: %s", version, self.published)
         if self._report is not None:
             self._report({f"rollout/{name}": (value, 1) for name, value in self.published.items()})
-        self._crew.call(made.gateway.publish(Policy(self._model.name, version), str(directory)))
+        self._collector.call(collector.gateway.publish(Policy(self._model.name, version), str(directory)))
         self.sent += 1
-        self._crew.run.prune(keep_checkpoints=1, keep_weights=self._keep)
+        self._collector.run.prune(keep_checkpoints=1, keep_weights=self._keep)
 
     def destroy(self) -> None:
-        """Ends gateway and agents."""
-        self._crew.close()
+        """End gateway and agents."""
+        self._collector.close()
 
 
 def write(
@@ -82,18 +82,18 @@ def write(
     tensors: Iterator[tuple[str, Tensor]],
     rounding: Rounding | None = None,
 ) -> dict[str, float]:
-    """A model directory as `model` is one, with these tensors, rounded for the engine; what arrived."""
+    """Write a copy of `model` with these tensors, rounded for the engine; returns rounding metrics."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    # One at a time: a sharded parameter is whole only until the next one is asked for.
+    # One at a time: a sharded parameter is whole only until the next one is requested.
     rounding = rounding or Rounding()
     rounder = Rounder(model, rounding)
     state = {n: rounder(n, tensor.detach()).to("cpu", copy=True).contiguous() for n, tensor in tensors}
     with replaced(directory) as fresh:
         copy_but_weights(model, fresh)
         config = json.loads((fresh / "config.json").read_text())
-        state = whole(model, state, tied=untied(fresh / "config.json", config))
+        state = complete_state(model, state, tied=untied(fresh / "config.json", config))
         try:
             save_file(state, fresh / "model.safetensors", metadata={"format": "pt"})
         except SafetensorError as error:
@@ -103,28 +103,28 @@ def write(
 
 
 def untied(path: Path, config: Mapping[str, object]) -> bool:
-    """Whether input and output embeddings are one; from now on the directory has both, since engines that
-    reload weights in place may update only one of them."""
+    """Whether embeddings are tied; unties them in the config, since engines that reload weights in place may
+    update only one of the two."""
     tied = config.get("tie_word_embeddings") is True
     if tied:
         path.write_text(json.dumps({**config, "tie_word_embeddings": False}, indent=2) + "\n")
     return tied
 
 
-def whole(model: Path, state: dict[str, Tensor], *, tied: bool) -> dict[str, Tensor]:
-    """What was sent, what never changes, and the second of two that are tied."""
+def complete_state(model: Path, state: dict[str, Tensor], *, tied: bool) -> dict[str, Tensor]:
+    """Add frozen tensors of the model directory, and the second of tied embeddings."""
     from safetensors import safe_open
 
-    known: set[str] = set()
+    names: set[str] = set()
     for file in sorted(model.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
-                known.add(name)
+                names.add(name)
                 if name not in state:
                     state[name] = tensors.get_tensor(name)
-    if not known:
+    if not names:
         raise UsageError(f"{model} has no *.safetensors; save the model there with safetensors")
-    if stray := sorted(name for name in state if name not in known and name != "lm_head.weight"):
+    if stray := sorted(name for name in state if name not in names and name != "lm_head.weight"):
         raise UsageError(
             f"the trainer sends {stray[0]!r}, which is not in {model}; train the model that is served"
         )

@@ -1,6 +1,6 @@
-"""veRL drives, afield collects: `agent_loop_manager_class=afield.integrations.verl.Manager`.
+"""veRL integration: `agent_loop_manager_class=afield.integrations.verl.Manager`.
 
-Importing this needs neither veRL nor torch; the names below bring them when they are used.
+Importing it needs neither veRL nor torch, which `Manager` and `AgentLoop` import when they are used.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-WHERE = {"Manager": "manager", "AgentLoop": "agent_loop"}
+MODULES = {"Manager": "manager", "AgentLoop": "agent_loop"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in WHERE:
+    if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{WHERE[name]}"), name)
+    return getattr(import_module(f"{__name__}.{MODULES[name]}"), name)

@@ -1,12 +1,12 @@
-"""An agent loop of veRL's that runs an afield rollout: the lighter form, for veRL's own workers.
+"""veRL agent loop that runs an afield rollout, for veRL's own workers.
 
     # agents.yaml, named by actor_rollout_ref.rollout.agent.agent_loop_config_path
     - name: afield
       _target_: afield.integrations.verl.AgentLoop
 
-veRL builds one per rollout; the client behind it is one per worker process. A rollout that failed by no
-doing of the policy has no output. Nobody sees a whole group here, so there is no quorum: a group of which
-one rollout is left is trained as veRL does, without a baseline. The manager has one.
+veRL builds one loop per rollout; they share one client per worker process. A rollout that failed through no
+fault of the policy has no output. A loop does not see its group, so there is no quorum: veRL trains a group
+of one rollout without a baseline. `Manager` has a quorum.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import threading
 from concurrent import futures
 from typing import Any
 
+from msgspec import structs
 from verl.experimental.agent_loop.agent_loop import (  # pyright: ignore[reportMissingImports]
     AgentLoopBase,
     AgentLoopMetrics,
@@ -35,19 +36,19 @@ from afield.types import Rollout, Sampling
 log = logging.getLogger("afield.verl")
 
 
-class _Shared:
-    """What all loops of a process have in common, made by the first of them."""
+class _SharedClient:
+    """The client of all loops in a process, created by the first of them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.made: tuple[settings.Given, RolloutClient, clients.GatewayConnection] | None = None
+        self.opened: tuple[settings.Given, RolloutClient, clients.GatewayConnection] | None = None
         self.gone: Unavailable | None = None
 
     def get(
         self, config: Any, llm_client: Any
     ) -> tuple[settings.Given, RolloutClient, clients.GatewayConnection]:
         with self._lock:
-            if self.made is None:
+            if self.opened is None:
                 given = settings.read(config)
                 if given.trainer.estimator == REMAX:
                     raise UsageError(
@@ -59,33 +60,35 @@ class _Shared:
                         "afield.credit=turns cannot be had with veRL's own agent loop, which takes one reward"
                         " for a row: set agent_loop_manager_class=afield.integrations.verl.Manager"
                     )
-                door = clients.connect_gateway(given, llm_client)
-                made = clients.client(given, door, part=f"worker-{os.getpid()}")
-                self.made = given, made, door
-                door.when_gone(self._give_up)
-            return self.made
+                gateway = clients.connect_gateway(given, llm_client)
+                client = clients.client(given, gateway, part=f"worker-{os.getpid()}")
+                self.opened = given, client, gateway
+                gateway.when_gone(self._give_up)
+            return self.opened
 
     def _give_up(self, error: Unavailable) -> None:
-        """Nobody waits any more for rollouts that cannot end."""
+        """Close the client: its rollouts cannot end any more."""
         self.gone = error
-        assert self.made is not None
-        # Closing waits for agents to be ended, which is nothing for a thread of Ray's.
+        assert self.opened is not None
+        # Closing waits for agents to end, which must not block a thread of Ray.
         threading.Thread(
-            target=_closed, args=(self.made[1],), name="afield-verl-closing", daemon=True
+            target=_closed, args=(self.opened[1],), name="afield-verl-closing", daemon=True
         ).start()
 
 
 def _closed(client: RolloutClient) -> None:
-    with contextlib.suppress(Unavailable):  # which is known
+    with contextlib.suppress(Unavailable):
         client.close()
 
 
-SHARED = _Shared()
+SHARED = _SharedClient()
 
 
 class AgentLoop(AgentLoopBase):
+    """Runs one rollout per call."""
+
     async def run(self, sampling_params: dict[str, Any], **prompt: Any) -> list[AgentLoopOutput]:
-        given, client, door = SHARED.made or await self.loop.run_in_executor(
+        given, client, gateway = SHARED.opened or await self.loop.run_in_executor(
             None, SHARED.get, self.config, self.server_manager
         )
         rollout = Rollout(
@@ -96,18 +99,18 @@ class AgentLoop(AgentLoopBase):
             sampling=_sampling(sampling_params, given.trainer.sampling),
         )
         try:
-            made = await _session(client, rollout, given, int(prompt["session_id"]))
+            session = await _session(client, rollout, given, int(prompt["session_id"]))
         except (asyncio.CancelledError, futures.CancelledError, UsageError) as error:
             if SHARED.gone is None:
                 raise
             raise SHARED.gone from error
-        if isinstance(made, str):
-            log.warning("rollout %s is left out: %s", rollout.id, made)
+        if isinstance(session, str):
+            log.warning("rollout %s is left out: %s", rollout.id, session)
             return []
         step = int(prompt["global_steps"])
-        return outputs(
-            made if door.versioned else rows.with_versions(made, max(0, step - 1), max(0, step - 1))
-        )
+        if not gateway.versioned:
+            session = structs.replace(session, versions=(max(0, step - 1),) * 2)
+        return outputs(session)
 
 
 async def _session(
@@ -128,31 +131,31 @@ async def _session(
     )
 
 
-def outputs(made: rows.RolloutRows) -> list[AgentLoopOutput]:
+def outputs(session: rows.RolloutRows) -> list[AgentLoopOutput]:
     return [
         AgentLoopOutput(
             prompt_ids=list(row.prompt_ids),
             response_ids=list(row.response_ids),
             response_mask=list(row.response_mask),
-            response_logprobs=list(row.logprobs),
-            reward_score=made.score,
-            num_turns=row.turns,
-            metrics=AgentLoopMetrics(**made.metrics),
-            **({"multi_modal_data": {"images": rows.images_of(made, row)}} if row.images else {}),
+            response_logprobs=list(row.response_logprobs),
+            reward_score=session.score,
+            num_turns=rows.num_turns(session.result, row),
+            metrics=AgentLoopMetrics(**session.metrics),
+            **({"multi_modal_data": {"images": rows.decoded_images(row)}} if row.images else {}),
             extra_fields={
-                "min_global_steps": row.low,
-                "max_global_steps": row.high,
-                "reward_extra_info": dict(made.info),
+                "min_global_steps": session.row_versions(row)[0],
+                "max_global_steps": session.row_versions(row)[1],
+                "reward_extra_info": dict(session.info),
             },
         )
-        for row in made.rows
+        for row in session.rows
     ]
 
 
-def _sampling(told: dict[str, Any], usual: Sampling) -> Sampling:
+def _sampling(params: dict[str, Any], default: Sampling) -> Sampling:
     return Sampling(
-        temperature=float(told["temperature"]),
-        top_p=float(told["top_p"]),
-        top_k=max(0, int(told["top_k"])),
-        max_tokens=usual.max_tokens,
+        temperature=float(params["temperature"]),
+        top_p=float(params["top_p"]),
+        top_k=max(0, int(params["top_k"])),
+        max_tokens=default.max_tokens,
     )

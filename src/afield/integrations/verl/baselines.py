@@ -14,21 +14,23 @@ from typing import Any
 from afield.errors import UsageError
 
 REMAX = "remax"
-KEPT = 1 << 20
-"""Groups whose baseline is remembered; the oldest are forgotten."""
+MAX_GROUPS = 1 << 20
+"""Groups whose baselines are kept; the oldest are dropped."""
 
 
 class Baselines:
+    """Rewards of greedy rollouts by group uid."""
+
     def __init__(self) -> None:
         self._by_uid: OrderedDict[str, float] = OrderedDict()
 
     def put(self, uid: str, reward: float) -> None:
         self._by_uid[uid] = reward
-        while len(self._by_uid) > KEPT:
+        while len(self._by_uid) > MAX_GROUPS:
             self._by_uid.popitem(last=False)
 
     def of(self, uids: Iterable[Any]) -> list[float]:
-        """One for each row. Raises UsageError for a group that has none."""
+        """The baseline of each row. Raises UsageError for a group without one."""
         names = [str(uid) for uid in uids]
         if missing := next((uid for uid in names if uid not in self._by_uid), None):
             raise UsageError(
@@ -39,7 +41,7 @@ class Baselines:
 
 
 def register(baselines: Baselines) -> None:
-    """Let veRL's `remax` have its baselines from here. Repeating replaces the ones before."""
+    """Make veRL's `remax` estimator use these baselines."""
     import torch
     from verl.trainer.ppo import core_algos  # pyright: ignore[reportMissingImports]
 

@@ -1,9 +1,9 @@
-"""The one rollout client of a process, and the gateway it uses.
+"""The rollout client of a process, and the gateway that it uses.
 
-The gateway is the one that `afield.gateway` names, that of the rollout backend `afield`, or one that is
-started here in front of veRL's own vLLM or SGLang servers, whose addresses veRL's load balancer tells. Those
-do not tell their weights' version; veRL does, with every batch. Modes in which veRL puts its servers to sleep
-while agents are calling them are refused.
+The gateway is the one named by `afield.gateway`, that of the rollout backend `afield`, or one started here
+in front of veRL's own vLLM or SGLang servers. Those servers do not report the version of their weights;
+veRL does, with every batch. Modes in which veRL puts its servers to sleep while agents call them are
+refused.
 """
 
 from __future__ import annotations
@@ -26,43 +26,43 @@ from afield.settings.fields import values_of
 from afield.settings.rollouts import Deadlines, retries_of
 from afield.settings.sessions import policies_of
 
-OWN = "afield"
+OWN_BACKEND = "afield"
 SERVERS = ("vllm", "sglang")
-ANSWER_S = 600.0
+RAY_TIMEOUT_S = 600.0
 
 
 class GatewayConnection(Struct, frozen=True):
-    """A gateway: for us, with the admin's key. `versioned` if its versions are veRL's steps. One of this
-    job has a `keeper`; if it was started here, it ends with the last who holds on to that.
-    """
+    """A gateway's address and admin key."""
 
     url: str
     admin_key: str
     versioned: bool = True
-    keeper: Any = None
+    """Whether the gateway's versions are veRL's steps."""
+    actor: Any = None
+    """Ray actor that holds the gateway, if it belongs to this job."""
 
     def when_gone(self, call: Callable[[Unavailable], object]) -> None:
-        """Once, in a thread of Ray's: a gateway of this job never comes back, so it is not waited for."""
-        if self.keeper is None:
+        """Call once when the gateway of this job has ended, in a thread of Ray."""
+        if self.actor is None:
             return
 
-        def told(death: Future[str]) -> None:
+        def ended(death: Future[str]) -> None:
             lost = death.exception()
-            call(Unavailable(f"the gateway's keeper is gone: {lost}" if lost else death.result()))
+            call(Unavailable(f"the gateway actor is gone: {lost}" if lost else death.result()))
 
-        self.keeper.death.remote().future().add_done_callback(told)
+        self.actor.death.remote().future().add_done_callback(ended)
 
 
-def client(given: Given, door: GatewayConnection, part: str = "") -> RolloutClient:
-    """Started. Each process that has one needs a `part` of its own in the run's folder."""
+def client(given: Given, gateway: GatewayConnection, part: str = "") -> RolloutClient:
+    """A started client. Each process needs its own `part` of the run directory."""
     settings, trainer = given.settings, given.trainer
-    pace = RateLimits(
+    limits = RateLimits(
         rate_per_s=settings.launch_rate, cold_start_s=settings.cold_start_s, starting=settings.launching
     )
     folder = Path(trainer.folder).expanduser().absolute()
     return connect.client(
-        gateway=door.url,
-        admin_key=door.admin_key,
+        gateway=gateway.url,
+        admin_key=gateway.admin_key,
         agent=settings.agent or None,
         runtime=settings.runtime,
         transport=settings.transport,
@@ -70,7 +70,7 @@ def client(given: Given, door: GatewayConnection, part: str = "") -> RolloutClie
         directory=folder / part if part else folder,
         workers=settings.workers,
         process_per_rollout=settings.process_per_rollout,
-        pace=pace,
+        pace=limits,
         limiter_file=settings.limiter_file or None,
         options=dict(settings.options) or None,
         rollouts=trainer.rollouts,
@@ -95,33 +95,33 @@ def connect_gateway(given: Given, llm_client: Any) -> GatewayConnection:
         if not key:
             raise UsageError(f"the gateway at {settings.gateway} wants its admin key in AFIELD_ADMIN_KEY")
         return GatewayConnection(settings.gateway, key)
-    if trainer.backend == OWN:
+    if trainer.backend == OWN_BACKEND:
         from afield.integrations.verl.gateway_actor import gateway_actor
 
-        keeper = gateway_actor()
-        found = ray.get(keeper.gateway.remote(), timeout=ANSWER_S)
-        return GatewayConnection(found.local_url, found.admin_key, keeper=keeper)
+        actor = gateway_actor()
+        info = ray.get(actor.gateway.remote(), timeout=RAY_TIMEOUT_S)
+        return GatewayConnection(info.local_url, info.admin_key, actor=actor)
     if trainer.backend in SERVERS:
-        return _in_front(given, addresses(llm_client))
+        return _start_in_front(given, addresses(llm_client))
     raise UsageError(
         f"actor_rollout_ref.rollout.name={trainer.backend} serves no token ids that afield can ask for;"
-        f" choose one of: {OWN}, {', '.join(SERVERS)}, or name a gateway with afield.gateway"
+        f" choose one of: {OWN_BACKEND}, {', '.join(SERVERS)}, or name a gateway with afield.gateway"
     )
 
 
 def addresses(llm_client: Any) -> list[str]:
-    """Of veRL's rollout servers, HOST:PORT each."""
+    """HOST:PORT of veRL's rollout servers."""
     balancer = llm_client._load_balancer
-    found: list[str] = ray.get(balancer.get_all_servers.remote(), timeout=ANSWER_S)
-    if not found:
+    servers: list[str] = ray.get(balancer.get_all_servers.remote(), timeout=RAY_TIMEOUT_S)
+    if not servers:
         raise UsageError(
             "veRL has launched no rollout server; see actor_rollout_ref.rollout.nnodes and n_gpus_per_node"
         )
-    return sorted(found)
+    return sorted(servers)
 
 
-def _in_front(given: Given, servers: list[str]) -> GatewayConnection:
-    """A gateway whose engines are veRL's servers, held by an actor of this job."""
+def _start_in_front(given: Given, servers: list[str]) -> GatewayConnection:
+    """Start a gateway whose engines are veRL's servers, held by an actor of this job."""
     from afield.integrations.verl.gateway_actor import GatewayActor, GatewayOptions
 
     settings, trainer = given.settings, given.trainer
@@ -139,8 +139,8 @@ def _in_front(given: Given, servers: list[str]) -> GatewayConnection:
         outcomes=settings.transport if "://" in settings.transport else "",
     )
     job = ray.get_runtime_context().get_job_id()
-    keeper = GatewayActor.options(  # pyright: ignore[reportAttributeAccessIssue]
+    actor = GatewayActor.options(  # pyright: ignore[reportAttributeAccessIssue]
         name=f"afield-front-{job}", get_if_exists=True, max_concurrency=64
     ).remote(options, trainer.model)
-    found = ray.get(keeper.gateway.remote(), timeout=ANSWER_S)
-    return GatewayConnection(found.local_url, found.admin_key, versioned=False, keeper=keeper)
+    info = ray.get(actor.gateway.remote(), timeout=RAY_TIMEOUT_S)
+    return GatewayConnection(info.local_url, info.admin_key, versioned=False, actor=actor)

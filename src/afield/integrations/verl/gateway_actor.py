@@ -1,9 +1,8 @@
-"""The process that holds a job's gateway, and where everybody in the job learns of it.
+"""Ray actor that holds a job's gateway process and announces its address.
 
-The gateway is a process of its own; a Ray actor holds its standard input, so it ends when the actor does,
-also when that is killed. One job has one gateway. Two jobs that would write into one folder are refused. A
-gateway that does not start is an error with its exit status, and its log is where Ray shows the actor's.
-Nothing here needs veRL: an actor that only waits should not have to load it.
+The gateway is a child process whose standard input the actor holds, so that it ends when the actor does,
+also when that is killed. A job has one gateway. Two jobs in one directory are refused. A gateway that does
+not start is an error with its exit status; its log is the actor's. This module does not import veRL.
 """
 
 from __future__ import annotations
@@ -29,14 +28,15 @@ from afield.settings.environment import Environment, agent_environment
 from afield.settings.gateway import GatewaySettings
 from afield.settings.trainer import EngineDtype
 
-START_S = 600.0  # a large model is read in this time
-LOOK_S = 0.5
-EVERYWHERE = ("0.0.0.0", "::")
+START_TIMEOUT_S = 600.0
+"""Time to load a large model."""
+POLL_INTERVAL_S = 0.5
+WILDCARD_HOSTS = ("0.0.0.0", "::")
 
 
 class GatewayOptions(Struct, frozen=True):
-    """How the gateway is started; `afield gateway --help` says more of each. The trainer's first rank, the
-    gateway and its engines have to see the same `folder`: weights go through it."""
+    """Options of the gateway process; see `afield gateway --help`. The trainer's first rank, the gateway and
+    its engines must see the same `folder`, through which weights go."""
 
     folder: str = "verl-afield"
     engine: str | list[str] = "torch"
@@ -49,7 +49,8 @@ class GatewayOptions(Struct, frozen=True):
     engine_dtype: EngineDtype = "auto"
     """Dtype in which engines serve and weights are published; auto asks them."""
     processes: int = 1
-    gpus: float = 0.0  # that Ray gives to the embedded engine
+    gpus: float = 0.0
+    """GPUs that Ray assigns to the embedded engine."""
 
     @property
     def engines(self) -> list[str]:
@@ -57,13 +58,17 @@ class GatewayOptions(Struct, frozen=True):
 
 
 class GatewayInfo(Struct, frozen=True):
-    """Where the gateway of this job is, and how to speak to it."""
+    """Address and directories of a job's gateway."""
 
-    url: str  # what agents are given
-    local_url: str  # for this job's own processes
+    url: str
+    """Address for agents."""
+    local_url: str
+    """Address for the job's own processes."""
     admin_key: str
-    model: str  # the directory it started from
-    weights: str  # the directory that holds its versions
+    model: str
+    """Model directory that it started from."""
+    weights: str
+    """Directory of published versions."""
     seed: int = 0
     """Seed of the job, by which published weights are rounded."""
     engine_dtype: str = "auto"
@@ -71,12 +76,12 @@ class GatewayInfo(Struct, frozen=True):
 
 
 def gateway_info() -> GatewayInfo:
-    """The gateway of the present Ray job; from any of its processes, once its replicas are launched."""
-    return ray.get(gateway_actor().gateway.remote(), timeout=START_S)
+    """The gateway of the current Ray job, once its replicas are launched."""
+    return ray.get(gateway_actor().gateway.remote(), timeout=START_TIMEOUT_S)
 
 
 def gateway_actor() -> Any:
-    """The actor that holds it."""
+    """The actor that holds the job's gateway."""
     try:
         return ray.get_actor(actor_name())
     except ValueError as error:
@@ -87,30 +92,30 @@ def gateway_actor() -> Any:
 
 
 def actor_name() -> str:
-    """Jobs of one cluster may share a namespace."""
+    """Name with the job id, since jobs of one cluster may share a namespace."""
     return f"afield-gateway-{ray.get_runtime_context().get_job_id()}"
 
 
 @ray.remote(num_cpus=0)
 class GatewayActor:
-    """Holds the gateway's process. What veRL asks of a server between steps needs nothing done: weights
-    change under calls in flight, and the engine's caches go with the weights they belong to."""
+    """Holds the gateway process. veRL's server calls between steps are no-ops: weights change under calls in
+    flight, and the engine's caches belong to their weights."""
 
     def __init__(self, options: GatewayOptions, model: str) -> None:
         folder = Path(options.folder).absolute()
-        self._lock = _alone(folder)
+        self._lock = _lock_directory(folder)
         weights = folder / "weights"
         shutil.rmtree(weights, ignore_errors=True)
         weights.mkdir(parents=True)
         self._process = _started(options, model, folder / f"store-{time.strftime('%Y%m%d-%H%M%S')}")
-        told = _announced(self._process)
-        ours = told["local_url"]
-        if options.host in EVERYWHERE:
-            ours = f"http://{ray.util.get_node_ip_address()}:{urlsplit(ours).port}"
+        announced = _announced(self._process)
+        local_url = announced["local_url"]
+        if options.host in WILDCARD_HOSTS:
+            local_url = f"http://{ray.util.get_node_ip_address()}:{urlsplit(local_url).port}"
         self._gateway = GatewayInfo(
-            told["url"],
-            ours,
-            told["admin_key"],
+            announced["url"],
+            local_url,
+            announced["admin_key"],
             model,
             str(weights),
             seed=options.seed,
@@ -123,20 +128,20 @@ class GatewayActor:
         return self._gateway
 
     async def death(self) -> str:
-        """Returns when the gateway has ended, and says how."""
+        """Wait until the gateway has ended; returns how."""
         while self._process.poll() is None:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
         return self._ended()
 
     def _ended(self) -> str:
         code = self._process.poll()
         return f"the gateway at {self._gateway.url} has ended with status {code}; see its log"
 
-    async def _nothing(self, *_: Any, **__: Any) -> None:
-        """In place, as veRL expects it; see the class."""
+    async def _no_op(self, *_: Any, **__: Any) -> None:
+        """No-op that veRL expects; see the class."""
 
-    sleep = wake_up = clear_kv_cache = release_kv_cache = resume_kv_cache = _nothing
-    abort_all_requests = resume_generation = start_profile = stop_profile = _nothing
+    sleep = wake_up = clear_kv_cache = release_kv_cache = resume_kv_cache = _no_op
+    abort_all_requests = resume_generation = start_profile = stop_profile = _no_op
 
     async def generate(self, *_: Any, **__: Any) -> NoReturn:
         raise UsageError(
@@ -145,8 +150,8 @@ class GatewayActor:
         )
 
 
-def _alone(folder: Path) -> Any:
-    """Kept open for as long as the gateway lives: two jobs would overwrite each other's weights."""
+def _lock_directory(folder: Path) -> Any:
+    """Lock the directory for the gateway's lifetime: two jobs would overwrite each other's weights."""
     private_directory(folder, ("lock",))
     lock = (folder / "lock").open("w")
     try:
@@ -158,7 +163,7 @@ def _alone(folder: Path) -> Any:
 
 
 def _started(options: GatewayOptions, model: str, store: Path) -> subprocess.Popen[bytes]:
-    """Its log goes where this actor's goes, which is what Ray shows."""
+    """Start the gateway; its log goes to the actor's log."""
     settings = GatewaySettings(
         model=model,
         engine=tuple(options.engines),

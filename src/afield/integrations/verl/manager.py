@@ -1,10 +1,10 @@
-"""veRL's agent loop manager: its batches become rollouts, and what came of them its rows.
+"""veRL agent loop manager: batches become rollouts, rollouts become rows.
 
     +actor_rollout_ref.rollout.agent.agent_loop_manager_class=afield.integrations.verl.Manager
 
-`generate_sequences` returns at once; agents run in places of their own, through one client for all of them.
-A group is written when all its rollouts have ended: its rows, then `finished`; or, with too few rewards,
-no row and `failure`. What breaks collecting ends training: veRL finds the reason in place of a status.
+`generate_sequences` returns at once; one client runs all agents. A group is written when all its rollouts
+have ended: its rows, then the status `finished`; or, with too few rewards, no rows and `failure`. An error
+while collecting ends training: veRL finds the reason in place of a status.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger("afield.verl")
 
 
 class TransferQueue:
-    """What this needs of TransferQueue."""
+    """The operations of TransferQueue that the manager uses."""
 
     def put(self, entries: Sequence[rows.QueueEntry], partition: str) -> None:
         import transfer_queue  # pyright: ignore[reportMissingImports]
@@ -61,39 +61,41 @@ class GenerateCall(Struct, frozen=True, kw_only=True):
 
     step: int
     split: Split
-    version: int  # of the weights when it was asked
+    version: int
+    """Version of the weights at the time of the call."""
     groups: int
+    """Number of prompts."""
 
 
 class StepCounts:
-    """What came of an `GenerateCall`, for the log, and to know when nothing came of it."""
+    """Counts of one `GenerateCall`, for the log and metrics.jsonl."""
 
-    def __init__(self, asked: GenerateCall) -> None:
-        self.asked = asked
+    def __init__(self, call: GenerateCall) -> None:
+        self.call = call
         self.counts: Counter[str] = Counter()
         self.tokens = TokenAccount()
 
-    def add(self, judged: rows.GroupRows, tokens: TokenAccount) -> bool:
-        """True with the last group of it."""
+    def add(self, group: rows.GroupRows, tokens: TokenAccount) -> bool:
+        """Add a group; True for the last group of the call."""
         self.tokens += tokens
         self.counts["groups"] += 1
-        self.counts["dropped"] += judged.dropped is not None
-        self.counts["sessions"] += len(judged.sessions)
-        self.counts["rows"] += sum(len(one.rows) for one in judged.sessions)
-        self.counts.update(f"left out: {why.partition(':')[0]}" for why in judged.left_out.values())
-        return self.counts["groups"] == self.asked.groups
+        self.counts["dropped"] += group.dropped is not None
+        self.counts["sessions"] += len(group.sessions)
+        self.counts["rows"] += sum(len(session.rows) for session in group.sessions)
+        self.counts.update(f"left out: {reason.partition(':')[0]}" for reason in group.left_out.values())
+        return self.counts["groups"] == self.call.groups
 
     def __str__(self) -> str:
-        told = ", ".join(f"{count} {name}" for name, count in self.counts.items() if count)
+        counts = ", ".join(f"{count} {name}" for name, count in self.counts.items() if count)
         excluded = f" ({listed(self.tokens.excluded)})" if self.tokens.excluded else ""
         share = f"{self.tokens.sampled} tokens, {self.tokens.excluded_share:.1%} excluded{excluded}"
-        return f"step {self.asked.step} ({self.asked.split}): {told}; {share}"
+        return f"step {self.call.step} ({self.call.split}): {counts}; {share}"
 
     def line(self) -> dict[str, Any]:
-        """As it is written to metrics.jsonl of the run's folder."""
+        """The line of metrics.jsonl."""
         return {
-            "step": self.asked.step,
-            "split": str(self.asked.split),
+            "step": self.call.step,
+            "split": str(self.call.split),
             **{name: self.counts[name] for name in ("groups", "dropped", "sessions", "rows")},
             "sampled_tokens": self.tokens.sampled,
             "trained_tokens": self.tokens.trained,
@@ -104,16 +106,16 @@ class StepCounts:
 
 
 class PromptGroup:
-    """The rollouts of one prompt, until the last of them has ended; with `greedy`, that is a baseline."""
+    """The rollouts of one prompt, and its greedy baseline if it has one."""
 
     def __init__(
         self,
         prompt: dict[str, Any],
-        tally: StepCounts,
+        counts: StepCounts,
         futures: Sequence[RolloutFuture],
         greedy: RolloutFuture | None = None,
     ) -> None:
-        self.prompt, self.tally, self.futures, self.greedy = prompt, tally, futures, greedy
+        self.prompt, self.counts, self.futures, self.greedy = prompt, counts, futures, greedy
         self._all = [*futures, *([greedy] if greedy else [])]
         self._missing = len(self._all)
         self._lock = threading.Lock()
@@ -122,35 +124,35 @@ class PromptGroup:
     def uid(self) -> str:
         return str(self.prompt["uid"])
 
-    def when_ended(self, call: Callable[[PromptGroup], object]) -> None:
+    def when_ended(self, callback: Callable[[PromptGroup], object]) -> None:
         def one_more(_: RolloutFuture) -> None:
             with self._lock:
                 self._missing -= 1
                 last = self._missing == 0
             if last:
-                call(self)
+                callback(self)
 
         for future in self._all:
             future.add_done_callback(one_more)
-        if not self._all:  # a prompt may ask for none, and veRL waits for its end all the same
-            call(self)
+        if not self._all:  # veRL waits for the end of a prompt without rollouts too
+            callback(self)
 
 
 class Manager:
     def __init__(
-        self, given: settings.Given, client: RolloutClient, queue: TransferQueue, door: GatewayConnection
+        self, given: settings.Given, client: RolloutClient, queue: TransferQueue, gateway: GatewayConnection
     ) -> None:
-        """Where the gateway does not know versions, they are those that veRL tells with its batches."""
+        """Where the gateway does not report versions, veRL's batches do."""
         self._given = given
         self._client = client
         self._queue = queue
-        self._door = door
-        self._spool = RolloutStore(client.rundir.rollout_store)
-        self._writer = ThreadPoolExecutor(1, "afield-verl")  # in order, and veRL's queue has one loop anyway
+        self._gateway = gateway
+        self._rollout_store = RolloutStore(client.rundir.rollout_store)
+        self._writer = ThreadPoolExecutor(1, "afield-verl")  # keeps the order of writes
         self._lock = threading.Lock()
         self._open: dict[str, str] = {}  # uids veRL waits for, and their partition
         self._broken: BaseException | None = None
-        self._fruitless = 0
+        self._groups_dropped = 0
         self._excluded = ExclusionWatch()
         self._version = 0
         self._baselines = baselines.Baselines()
@@ -164,7 +166,7 @@ class Manager:
         teacher_client: Any = None,
         reward_loop_worker_handles: Any = None,
     ) -> Self:
-        """What veRL calls, once its rollout servers are there."""
+        """Called by veRL once its rollout servers run."""
         given = settings.read(config)
         if teacher_client is not None:
             raise UsageError("rows of agents have no teacher's log-probabilities; switch distillation off")
@@ -175,51 +177,51 @@ class Manager:
             )
         from afield.integrations.verl import clients
 
-        door = clients.connect_gateway(given, llm_client)
-        made = cls(given, clients.client(given, door), TransferQueue(), door)
+        gateway = clients.connect_gateway(given, llm_client)
+        manager = cls(given, clients.client(given, gateway), TransferQueue(), gateway)
         if given.trainer.estimator == baselines.REMAX:
-            baselines.register(made._baselines)
-        atexit.register(made.close)
-        door.when_gone(lambda error: made._then(made._give_up, error))
-        return made
+            baselines.register(manager._baselines)
+        atexit.register(manager.close)
+        gateway.when_gone(lambda error: manager._submit(manager._give_up, error))
+        return manager
 
     def close(self) -> None:
-        """End all that still runs. Repeating is harmless."""
+        """End all rollouts; idempotent."""
         atexit.unregister(self.close)
         self._broken = self._broken or UsageError("the manager is closed")
         self._writer.shutdown(wait=True, cancel_futures=True)
         self._client.close()
 
-    # --- what veRL asks for -----------------------------------------------------------------------
+    # --- called by veRL --------------------------------------------------------------------------------
 
     def generate_sequences(self, prompts: Any) -> None:
-        """Begin every prompt's rollouts, and return."""
+        """Start every prompt's rollouts, and return."""
         if self._broken is not None:
             raise self._broken
         split = Split.VAL if _flag(prompts, "validate") else Split.TRAIN
-        asked = [_row(prompts, i) for i in range(len(prompts))]
-        if not asked:
+        batch = [_row(prompts, i) for i in range(len(prompts))]
+        if not batch:
             return
-        step = int(asked[0]["global_steps"])
-        # veRL counts a step's number up before it asks, and after the weights of the one before are there.
+        step = int(batch[0]["global_steps"])
+        # veRL increments the step before it asks, after the weights of the step before are loaded.
         version = step if split is Split.VAL else max(0, step - 1)
         self._version = max(self._version, version)
-        tally = StepCounts(GenerateCall(step=step, split=split, version=version, groups=len(asked)))
+        counts = StepCounts(GenerateCall(step=step, split=split, version=version, groups=len(batch)))
         with self._lock:
-            self._open |= {str(prompt["uid"]): str(split) for prompt in asked}
-        self._then(self._begin, asked, tally)
+            self._open |= {str(prompt["uid"]): str(split) for prompt in batch}
+        self._submit(self._begin, batch, counts)
 
-    def _begin(self, asked: Sequence[dict[str, Any]], tally: StepCounts) -> None:
-        for prompt in asked:
-            self._queue.mark(str(prompt["uid"]), str(tally.asked.split), "running")
-            rollouts = self._rollouts(prompt, tally.asked.split)
-            compared = bool(rollouts) and tally.asked.split is Split.TRAIN
+    def _begin(self, batch: Sequence[dict[str, Any]], counts: StepCounts) -> None:
+        for prompt in batch:
+            self._queue.mark(str(prompt["uid"]), str(counts.call.split), "running")
+            rollouts = self._rollouts(prompt, counts.call.split)
+            compared = bool(rollouts) and counts.call.split is Split.TRAIN
             greedy_one = None
             if compared and self._given.trainer.estimator == baselines.REMAX:
                 greedy_one = self._client.begin(_greedy(rollouts[0]))
             futures = [self._client.begin(rollout) for rollout in rollouts]
-            group = PromptGroup(prompt, tally, futures, greedy_one)
-            group.when_ended(lambda group: self._then(self._write, group))
+            group = PromptGroup(prompt, counts, futures, greedy_one)
+            group.when_ended(lambda group: self._submit(self._write, group))
 
     def _rollouts(self, prompt: dict[str, Any], split: Split) -> list[Rollout]:
         uid = str(prompt["uid"])
@@ -246,18 +248,18 @@ class Manager:
             return trainer.val_sampling
         return trainer.sampling if prompt.get("__do_sample__", True) else greedy(trainer.sampling)
 
-    # --- what came of it, in the writer's thread ---------------------------------------------------
+    # --- in the writer thread --------------------------------------------------------------------------
 
     def _write(self, group: PromptGroup) -> None:
-        """Rows first: veRL takes a group as soon as its status says that it has ended."""
+        """Write rows before the status: veRL takes a group as soon as its status says that it ended."""
         if self._broken is not None:
             return
-        asked = group.tally.asked
+        call = group.counts.call
         finished = [future.finished() for future in group.futures]
-        train = asked.split is Split.TRAIN
+        train = call.split is Split.TRAIN
         number = min(len(finished), self._given.quorum) if train else 1
         credit = self._given.credit
-        judged = rows.group_rows(
+        result = rows.group_rows(
             finished,
             quorum=number,
             floor=self._given.settings.floor,
@@ -265,68 +267,69 @@ class Manager:
             image_id=self._vision.image_id if self._vision else None,
             credit=credit if train else structs.replace(credit, turns=False),  # validation shows the reward
         )
-        if group.greedy is not None and judged.dropped is None:
-            judged = self._compared(group, judged)
-        if not self._door.versioned:
-            judged = _stamped(judged, asked.version, self._version)
+        if group.greedy is not None and result.dropped is None:
+            result = self._with_baseline(group, result)
+        if not self._gateway.versioned:
+            versions = (call.version, max(call.version, self._version))
+            sessions = tuple(structs.replace(one, versions=versions) for one in result.sessions)
+            result = structs.replace(result, sessions=sessions)
         entries = [
             entry
-            for one in judged.sessions
+            for one in result.sessions
             for entry in rows.queue_entries(
                 group.prompt, one, weighted=self._given.weighted, vision=self._vision
             )
         ]
-        self._account(group, judged, rows.token_account(finished, judged))
+        self._account(group, result, rows.token_account(finished, result))
         if entries:
-            self._queue.put(entries, str(asked.split))
-        self._queue.mark(group.uid, str(asked.split), "failure" if judged.dropped else "finished")
+            self._queue.put(entries, str(call.split))
+        self._queue.mark(group.uid, str(call.split), "failure" if result.dropped else "finished")
         with self._lock:
             self._open.pop(group.uid, None)
         for future in (*group.futures, *([group.greedy] if group.greedy else [])):
-            self._spool.remove(future.finished().rollout.id)
+            self._rollout_store.remove(future.finished().rollout.id)
 
-    def _compared(self, group: PromptGroup, judged: rows.GroupRows) -> rows.GroupRows:
-        """Keep the reward of the greedy rollout; a group without one has nothing to be compared with."""
+    def _with_baseline(self, group: PromptGroup, result: rows.GroupRows) -> rows.GroupRows:
+        """Keep the reward of the greedy rollout; a group without one is dropped."""
         assert group.greedy is not None
         greedy_one = group.greedy.finished()
         outcome = greedy_one.outcome
         reward = rows.baseline(greedy_one, floor=self._given.settings.floor, credit=self._given.credit)
         if reward is None:
             assert outcome.failure is not None
-            told = f"its greedy baseline has no reward: {outcome.failure.kind}/{outcome.failure.reason}"
-            return rows.GroupRows(sessions=(), left_out=judged.left_out, dropped=told)
+            reason = f"its greedy baseline has no reward: {outcome.failure.kind}/{outcome.failure.reason}"
+            return rows.GroupRows(sessions=(), left_out=result.left_out, dropped=reason)
         self._baselines.put(group.uid, reward)
-        return judged
+        return result
 
-    def _account(self, group: PromptGroup, judged: rows.GroupRows, tokens: TokenAccount) -> None:
-        asked = group.tally.asked
-        if asked.split is Split.TRAIN and (warning := self._excluded.add(tokens)):
+    def _account(self, group: PromptGroup, result: rows.GroupRows, tokens: TokenAccount) -> None:
+        call = group.counts.call
+        if call.split is Split.TRAIN and (warning := self._excluded.add(tokens)):
             log.warning("%s", warning)
-        for rollout_id, why in judged.left_out.items():
-            log.warning("rollout %s is left out: %s", rollout_id, why)
-        if judged.dropped:
+        for rollout_id, reason in result.left_out.items():
+            log.warning("rollout %s is left out: %s", rollout_id, reason)
+        if result.dropped:
             replaced = "another takes its place" if self._given.trainer.refills else "its step has fewer rows"
-            log.warning("group %s is dropped: %s (%s)", group.uid, judged.dropped, replaced)
-        if group.tally.add(judged, tokens):
-            log.info("%s", group.tally)
-            self._client.rundir.append_metrics(group.tally.line())
-            if asked.split is Split.VAL and not group.tally.counts["rows"]:
-                raise NoRewards(f"a validation of {asked.groups} tasks without any result: {judged.dropped}")
-        if asked.split is Split.TRAIN:
-            self._fruitless = self._fruitless + 1 if judged.dropped else 0
-            if self._fruitless >= self._given.settings.fruitless:
-                told = (
-                    f"{self._fruitless} groups in a row could not be trained; the last one: {judged.dropped}"
+            log.warning("group %s is dropped: %s (%s)", group.uid, result.dropped, replaced)
+        if group.counts.add(result, tokens):
+            log.info("%s", group.counts)
+            self._client.rundir.append_metrics(group.counts.line())
+            if call.split is Split.VAL and not group.counts.counts["rows"]:
+                raise NoRewards(f"a validation of {call.groups} tasks without any result: {result.dropped}")
+        if call.split is Split.TRAIN:
+            self._groups_dropped = self._groups_dropped + 1 if result.dropped else 0
+            if self._groups_dropped >= self._given.settings.fruitless:
+                raise NoRewards(
+                    f"{self._groups_dropped} groups in a row could not be trained; last: {result.dropped}"
                 )
-                raise NoRewards(told)
 
-    # --- when something breaks ---------------------------------------------------------------------
+    # --- errors ----------------------------------------------------------------------------------------
 
-    def _then(self, work: Callable[..., None], *arguments: Any) -> None:
-        """In the writer's thread; what it raises ends training."""
+    def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Run in the writer thread; an error ends training."""
         try:
             future = self._writer.submit(work, *arguments)
-        except RuntimeError:  # the writer was closed, and with it everything that ran
+        except RuntimeError:  # the writer is closed
             return
         future.add_done_callback(self._done)
 
@@ -338,16 +341,16 @@ class Manager:
         raise error
 
     def _break(self, error: BaseException) -> None:
-        """veRL looks at the status of its groups every few seconds, and refuses one it does not know."""
+        """Write the error as a group's status, which veRL polls and refuses."""
         if self._broken is not None:
             return
         self._broken = error
-        log.error("collecting ends: %s", error, exc_info=error)
+        log.error("collection ended: %s", error, exc_info=error)
         with self._lock:
             waiting, self._open = dict(self._open), {}
-        told = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
         for uid, partition in list(waiting.items())[:1]:
-            self._queue.mark(uid, partition, f"afield has stopped collecting: {told}")
+            self._queue.mark(uid, partition, f"afield has stopped collecting: {reason}")
 
 
 def _greedy(rollout: Rollout) -> Rollout:
@@ -355,17 +358,12 @@ def _greedy(rollout: Rollout) -> Rollout:
     return structs.replace(rollout, id=f"{rollout.group_id}-greedy", sampling=sampling)
 
 
-def _stamped(judged: rows.GroupRows, low: int, high: int) -> rows.GroupRows:
-    sessions = tuple(rows.with_versions(one, low, max(low, high)) for one in judged.sessions)
-    return structs.replace(judged, sessions=sessions)
-
-
 def _flag(prompts: Any, name: str) -> bool:
     return bool(prompts[name]) if name in prompts.keys() else False  # noqa: SIM118 (a TensorDict)
 
 
 def _row(prompts: Any, i: int) -> dict[str, Any]:
-    """A row of veRL's batch, where what is the same for all is there once."""
+    """A row of veRL's batch; values common to all rows are stored once."""
     import torch
     from tensordict import NonTensorData, NonTensorStack
 
@@ -378,6 +376,6 @@ def _row(prompts: Any, i: int) -> dict[str, Any]:
         elif isinstance(value, NonTensorData):
             row[name] = value.data
         else:
-            told = f"column {name!r} of veRL's batch is a {type(value).__name__}"
-            raise UsageError(f"{told}; expected a tensor or data beside tensors")
+            column = f"column {name!r} of veRL's batch is a {type(value).__name__}"
+            raise UsageError(f"{column}; expected a tensor or non-tensor data")
     return row

@@ -1,8 +1,8 @@
-"""What veRL loads to know afield: `VERL_USE_EXTERNAL_MODULES=afield.integrations.verl.plugin`.
+"""veRL plugin: `VERL_USE_EXTERNAL_MODULES=afield.integrations.verl.plugin`.
 
-Afterwards `actor_rollout_ref.rollout.name=afield` is a rollout backend (a gateway with its engine) and
-`actor_rollout_ref.rollout.checkpoint_engine.backend=afield` brings weights to it while it serves. Loading
-changes nothing of veRL's own, and starts nothing.
+It registers `actor_rollout_ref.rollout.name=afield`, a rollout backend (a gateway with its engine), and
+`actor_rollout_ref.rollout.checkpoint_engine.backend=afield`, which publishes weights to it. Loading starts
+nothing and changes nothing of veRL's own.
 """
 
 from __future__ import annotations

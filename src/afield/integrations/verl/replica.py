@@ -1,8 +1,7 @@
-"""The rollout backend `afield`: veRL starts a gateway with its engine, and agents call that.
+"""The rollout backend `afield`: a gateway with its engine, which agents call.
 
-One gateway serves a training job, however many replicas veRL counts. No GPU is taken unless `gpus` of
-`actor_rollout_ref.rollout.engine_kwargs.afield` says so. A model that the gateway could not follow (LoRA that
-is not merged) is refused before training begins.
+One gateway serves a training job, however many replicas veRL counts. It takes no GPU unless `gpus` of
+`actor_rollout_ref.rollout.engine_kwargs.afield` is set. LoRA that is not merged is refused before training.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica  # pyright:
 
 from afield.errors import UsageError
 from afield.integrations.verl.gateway_actor import (
-    START_S,
+    START_TIMEOUT_S,
     GatewayActor,
     GatewayInfo,
     GatewayOptions,
@@ -32,25 +31,25 @@ WHERE = "actor_rollout_ref.rollout.engine_kwargs.afield"
 
 
 class Replica(RolloutReplica):
-    """What veRL calls a replica; here each is a door to the one gateway of the job."""
+    """A veRL replica; all replicas share the job's one gateway."""
 
     async def launch_servers(self) -> None:
         options = converted(dict(self.config.engine_kwargs.get("afield") or {}), GatewayOptions, WHERE)
         _refuse_adapters(self.model_config)
         model = await asyncio.to_thread(_model_directory, self.model_config.get("path"))
-        keeper = GatewayActor.options(  # pyright: ignore[reportAttributeAccessIssue]
+        actor = GatewayActor.options(  # pyright: ignore[reportAttributeAccessIssue]
             name=actor_name(),
             get_if_exists=True,
             num_gpus=options.gpus,
             max_concurrency=self.max_concurrency,
         ).remote(options, model)
-        gateway: GatewayInfo = await asyncio.wait_for(keeper.gateway.remote(), START_S)
-        self.servers = [keeper]
-        self._server_handle = keeper
+        gateway: GatewayInfo = await asyncio.wait_for(actor.gateway.remote(), START_TIMEOUT_S)
+        self.servers = [actor]
+        self._server_handle = actor
         self._server_address = f"{gateway.url.partition('://')[2]}#{self.replica_rank}"
 
     async def init_standalone(self) -> None:
-        """Without a placement group of GPUs: one worker without any stands for the gateway."""
+        """One worker without GPUs stands for the gateway; no placement group of GPUs."""
         self.rollout_mode = RolloutMode.STANDALONE
         prefix = f"afield_{self.replica_rank}{self.name_suffix}"
         pool = RayResourcePool(process_on_nodes=[1], use_gpu=False, name_prefix=prefix, max_colocate_count=1)

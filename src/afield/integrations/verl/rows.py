@@ -1,11 +1,10 @@
-"""Finished rollouts to the rows veRL 0.9 trains on: what goes under `{uid}_{session}_{index}`.
+"""Rows of finished rollouts as veRL 0.9 stores them, under `{uid}_{session}_{index}`.
 
-A row's prompt is everything before the first token it owns. Each sampled token is owned by one row and is
+A row's prompt is all that precedes the first token it owns. Each sampled token is owned by one row and is
 context (mask 0) in the others, so that a mean over tokens counts a session the same, branched or not. All
-rows of a session carry its reward; with credit by turns, what a turn got is on its last token, in the one
-row that owns it. A rollout that failed by no doing of the policy makes no row at all, and
-neither does a group with fewer rewards than its quorum: nothing is padded, and nothing counts as 0. Ids,
-masks and log-probabilities that do not line up are refused, naming rollout and turn.
+rows of a session have its reward; with credit by turns, a turn's reward is on its last token, in the one
+row that owns it. A rollout that failed through no fault of the policy has no rows, and neither has a group
+with fewer rewards than its quorum. Ids, masks and log-probabilities are checked against the recorded turns.
 """
 
 from __future__ import annotations
@@ -21,69 +20,64 @@ from msgspec import Struct, structs
 
 from afield.batches.groups import from_groups
 from afield.batches.rewards import turn_returns, turn_rewards, unused_turn_rewards, weigh_rewards
-from afield.batches.sample import Sample
+from afield.batches.rows import Row
 from afield.errors import UsageError
 from afield.exclusions import UntrainedReason
 from afield.token_account import TokenAccount, count_tokens, metric_name
-from afield.types import FailureKind, Group, ImageSpan, RolloutResult, Turn
+from afield.types import FailureKind, Group, RolloutResult, Turn
 from afield.vision import FAMILIES, Vision, decode_image
 
 if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger("afield.verl")
-CONSUMED = ("validate", "agent_name", "__rollout_n__", "__do_sample__", "multi_modal_data")
-TAKEN = "reward"  # veRL keeps its own list under this name beside those of `reward_extra_info`
+VERL_COLUMNS = ("validate", "agent_name", "__rollout_n__", "__do_sample__", "multi_modal_data")
+RESERVED = "reward"  # veRL keeps its own list under this name beside `reward_extra_info`
 
 
 class CreditAssignment(Struct, frozen=True, kw_only=True):
-    """What of an outcome counts, and where in a row it is."""
+    """Which rewards of an outcome count, and at which token of a row."""
 
     weights: Mapping[str, float] = {}
-    """Weights of named rewards, whose sum takes the place of the reward; empty takes the reward as it is."""
+    """Weights of named rewards, whose sum replaces the reward; empty keeps the reward."""
     turns: bool = False
-    """Whether rewards of turns count, at the ends of their turns."""
+    """Whether per-turn rewards count, at the last token of their turns."""
     discount: float = 1.0
-    """What a turn's return counts for the turn before it in the row."""
+    """Discount of a turn's return for the turn before it in the row."""
     one_sum: bool = False
-    """Whether every row adds up to the whole session's return: for estimators that look at nothing else."""
+    """Whether every row adds up to the session's return, for estimators that use only the sum."""
 
 
 PLAIN = CreditAssignment()
 
 
-class Row(Struct, frozen=True, kw_only=True):
-    """`logprobs` is 0 where the mask is; `weight` is its share of the session's sampled tokens."""
-
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
-    response_mask: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    low: int  # policy versions that sampled it
-    high: int
-    turns: int
-    weight: float
-    scores: tuple[tuple[int, float], ...]  # rewards, and the places in the response where they are
-    images: tuple[ImageSpan, ...] = ()
-
-
 class RolloutRows(Struct, frozen=True, kw_only=True):
-    """A rollout that trains: which of its group it is, its rows, and what it is worth."""
+    """The rows of a rollout that trains, and its score."""
 
     number: int
+    """Position in its group, veRL's session id."""
     rows: tuple[Row, ...]
     score: float
     info: dict[str, float]
+    """Agent metrics and rewards, for veRL's `reward_extra_info`."""
     metrics: dict[str, float]
-    finished: RolloutResult
+    """Seconds, for veRL's `AgentLoopMetrics`."""
+    result: RolloutResult
+    versions: tuple[int, int] | None = None
+    """Policy versions that veRL reports, where the gateway does not know them."""
+
+    def row_versions(self, row: Row) -> tuple[int, int]:
+        return self.versions or row.versions
 
 
 class GroupRows(Struct, frozen=True, kw_only=True):
-    """A group as veRL gets it. `dropped` says why nothing of it trains; `left_out` why a rollout does not."""
+    """The rows of a group."""
 
     sessions: tuple[RolloutRows, ...]
     left_out: dict[str, str]
+    """Reason by rollout id, for rollouts without rows."""
     dropped: str | None = None
+    """Reason why no rollout of the group trains."""
 
 
 def group_rows(
@@ -95,28 +89,28 @@ def group_rows(
     image_id: int | None = None,
     credit: CreditAssignment = PLAIN,
 ) -> GroupRows:
-    """Which rollouts of a group train, in the order they were begun."""
+    """The rows of a group's rollouts, in the order they were started."""
     sessions: list[RolloutRows] = []
     left_out: dict[str, str] = {}
-    for number, one in enumerate(finished):
-        made = rollout_rows(one, number, floor=floor, branches=branches, image_id=image_id, credit=credit)
-        if isinstance(made, RolloutRows):
-            sessions.append(made)
+    for number, result in enumerate(finished):
+        rows = rollout_rows(result, number, floor=floor, branches=branches, image_id=image_id, credit=credit)
+        if isinstance(rows, RolloutRows):
+            sessions.append(rows)
         else:
-            left_out[one.rollout.id] = made
+            left_out[result.rollout.id] = rows
     if len(sessions) >= quorum:
         return GroupRows(sessions=tuple(sessions), left_out=left_out)
-    told = f"{len(sessions)} of {len(finished)} rollouts can be trained, {quorum} are needed"
-    why = f"; {next(iter(left_out.values()))}" if left_out else ""
-    return GroupRows(sessions=(), left_out=left_out, dropped=told + why)
+    counts = f"{len(sessions)} of {len(finished)} rollouts can be trained, {quorum} are needed"
+    first = f"; {next(iter(left_out.values()))}" if left_out else ""
+    return GroupRows(sessions=(), left_out=left_out, dropped=counts + first)
 
 
-def token_account(finished: Sequence[RolloutResult], judged: GroupRows) -> TokenAccount:
-    """What became of a group's sampled tokens; veRL alone knows which of its rows have an advantage."""
+def token_account(finished: Sequence[RolloutResult], group: GroupRows) -> TokenAccount:
+    """Trained, excluded and untrained tokens of a group; only veRL knows which rows have an advantage."""
     account = count_tokens(finished)
-    if judged.dropped:
+    if group.dropped:
         return account.idle(UntrainedReason.DROPPED_GROUP)
-    trained = sum(sum(row.response_mask) for one in judged.sessions for row in one.rows)
+    trained = sum(row.owned for session in group.sessions for row in session.rows)
     untrained = Counter(account.untrained)
     untrained[UntrainedReason.OTHER_BRANCH] += account.trained - trained
     return TokenAccount(trained=trained, excluded=account.excluded, untrained=+untrained)
@@ -131,9 +125,9 @@ def rollout_rows(
     image_id: int | None = None,
     credit: CreditAssignment = PLAIN,
 ) -> RolloutRows | str:
-    """A rollout as rows; or why it has none. `image_id` is the model's placeholder for images."""
+    """The rows of a rollout, or the reason why it has none. `image_id` is the model's image placeholder."""
     unused = _unused(finished, credit)
-    finished = _weighed(finished, credit)
+    finished = _weigh(finished, credit)
     outcome = finished.outcome
     score = outcome.reward_or_floor(floor)
     failure = outcome.failure
@@ -143,88 +137,91 @@ def rollout_rows(
     if not finished.trajectories:
         excluded = ", ".join(sorted({e.reason for e in finished.excluded})) or "the model was not called"
         return f"it has a reward, and no token to train ({excluded})"
-    if image_id is not None and (stray := _stray(finished, image_id)):
-        return f"turn {stray} sampled the placeholder of images, for which veRL's model would want pixels"
-    kept = from_groups([_alone(finished)], floor=floor, images=True).samples
+    if image_id is not None and (turn := _turn_with_placeholder(finished, image_id)):
+        return f"turn {turn} sampled the placeholder of images, for which veRL's model would want pixels"
+    rows = from_groups([_as_group(finished)], floor=floor, images=True).rows
     if branches == "main":
-        kept = (max(kept, key=lambda sample: sample.owned),)
-    parents = {turn.id: turn.parent for turn in finished.turns}
-    earned = _earned(finished, score, credit)
+        rows = (max(rows, key=lambda row: row.owned),)
+    rewards = _session_rewards(finished, score, credit)
     return RolloutRows(
         number=number,
-        rows=tuple(
-            _row(sample, parents, finished.trajectories[sample.row].images, earned, alone=len(kept) == 1)
-            for sample in kept
-        ),
+        rows=tuple(_with_rewards(row, rewards, alone=len(rows) == 1) for row in rows),
         score=score,
         info=_info(finished, unused),
         metrics=_metrics(finished.turns),
-        finished=finished,
+        result=finished,
     )
 
 
-def _alone(finished: RolloutResult) -> Group:
+def _with_rewards(row: Row, rewards: _SessionRewards, *, alone: bool) -> Row:
+    trajectory = structs.replace(row.trajectory, weight=1.0) if alone else row.trajectory
+    return structs.replace(row, trajectory=trajectory, token_rewards=rewards.of_row(row))
+
+
+def _as_group(finished: RolloutResult) -> Group:
     rollout = finished.rollout
     return Group(
         id=rollout.group_id, task_id=rollout.task.id, epoch=0, split=rollout.split, finished=(finished,)
     )
 
 
-# --- what turns earn -----------------------------------------------------------------------------
+# --- rewards -------------------------------------------------------------------------------------
 
 
-def _weighed(finished: RolloutResult, credit: CreditAssignment) -> RolloutResult:
-    return weigh_rewards([_alone(finished)], credit.weights)[0].finished[0] if credit.weights else finished
+def _weigh(finished: RolloutResult, credit: CreditAssignment) -> RolloutResult:
+    return weigh_rewards([_as_group(finished)], credit.weights)[0].finished[0] if credit.weights else finished
 
 
 def _unused(finished: RolloutResult, credit: CreditAssignment) -> int:
-    how = "turns" if credit.turns else "outcome"
-    return unused_turn_rewards([_alone(finished)], credit=how, weights=credit.weights)
+    kind = "turns" if credit.turns else "outcome"
+    return unused_turn_rewards([_as_group(finished)], credit=kind, weights=credit.weights)
 
 
-class _Earned(Struct, frozen=True):
-    """Of a session: its reward, those of its trained turns, and what a row has to add up to, if anything."""
+class _SessionRewards(Struct, frozen=True):
+    """Rewards of a session, to be placed on the tokens of its rows."""
 
     score: float
     turns: Mapping[str, float]
+    """Rewards of trained turns, by id."""
     discount: float
     total: float | None
+    """Sum that every row must have; None for no such rule."""
 
-    def scores(self, sample: Sample) -> tuple[tuple[int, float], ...]:
-        """The turns' rewards at their ends, the session's at the end of the row.
+    def of_row(self, row: Row) -> tuple[tuple[int, float], ...]:
+        """Response position and reward: turn rewards at the ends of turns, the score at the end of the row.
 
-        With a discount, what is behind any token adds up to the discounted return of its turn.
+        With a discount, the rewards behind any token add up to the discounted return of its turn.
         """
         if not self.turns and self.discount == 1.0:
-            return ((len(sample.response_ids) - 1, self.score),)
-        made: list[tuple[int, float]] = []
+            return ((len(row.response_ids) - 1, self.score),)
+        rewards: list[tuple[int, float]] = []
         later = 0.0
-        for turn in reversed(sample.turns):
-            reward = self.turns.get(turn.id, 0.0) + (0.0 if made else self.score)
-            made.append((turn.end - 1, reward + (self.discount - 1.0) * later))
+        for turn in reversed(row.turns):
+            reward = self.turns.get(turn.id, 0.0) + (0.0 if rewards else self.score)
+            rewards.append((turn.end - row.prompt_length - 1, reward + (self.discount - 1.0) * later))
             later = reward + self.discount * later
         if self.total is not None:
-            end, reward = made[0]
-            made[0] = end, reward + self.total - math.fsum(value for _, value in made)
-        return tuple(reversed(made))
+            end, reward = rewards[0]
+            rewards[0] = end, reward + self.total - math.fsum(value for _, value in rewards)
+        return tuple(reversed(rewards))
 
 
-def _earned(finished: RolloutResult, score: float, credit: CreditAssignment) -> _Earned:
-    given = turn_rewards(finished) if credit.turns else {}
+def _session_rewards(finished: RolloutResult, score: float, credit: CreditAssignment) -> _SessionRewards:
+    turns = turn_rewards(finished) if credit.turns else {}
     total = None
     if credit.turns and credit.one_sum:
         total = next(iter(_returns(finished, score, credit).values()))
-    return _Earned(score, given, credit.discount if credit.turns else 1.0, total)
+    return _SessionRewards(score, turns, credit.discount if credit.turns else 1.0, total)
 
 
 def _returns(finished: RolloutResult, floor: float, credit: CreditAssignment) -> dict[str, float]:
-    made = turn_returns([_alone(finished)], outcome="last", discount=credit.discount, floor=floor)
-    return made[finished.rollout.id]
+    returns = turn_returns([_as_group(finished)], outcome="last", discount=credit.discount, floor=floor)
+    return returns[finished.rollout.id]
 
 
 def baseline(finished: RolloutResult, *, floor: float, credit: CreditAssignment) -> float | None:
-    """What a greedy rollout is worth to compare with: its reward, or the mean return of its turns."""
-    finished = _weighed(finished, credit)
+    """Baseline of a greedy rollout: its reward, or the mean return of its turns."""
+    finished = _weigh(finished, credit)
     score = finished.outcome.reward_or_floor(floor)
     if score is None or not credit.turns:
         return score
@@ -232,39 +229,14 @@ def baseline(finished: RolloutResult, *, floor: float, credit: CreditAssignment)
     return math.fsum(returns.values()) / len(returns) if returns else score
 
 
-def _row(
-    sample: Sample,
-    parents: Mapping[str, str | None],
-    images: tuple[ImageSpan, ...],
-    earned: _Earned,
-    *,
-    alone: bool,
-) -> Row:
-    calls, above = 1, parents.get(sample.turns[-1].id)
-    while above is not None:
-        calls, above = calls + 1, parents.get(above)
-    return Row(
-        prompt_ids=sample.prompt_ids,
-        response_ids=sample.response_ids,
-        response_mask=sample.response_mask,
-        logprobs=sample.logprobs,
-        low=min(span.low for span in sample.versions),
-        high=max(span.high for span in sample.versions),
-        turns=2 * calls,  # veRL counts what was asked as well as what was answered
-        weight=1.0 if alone else sample.weight,
-        images=images,
-        scores=earned.scores(sample),
-    )
-
-
-def _stray(finished: RolloutResult, image_id: int) -> str:
-    """A turn with a placeholder that stands for no image."""
+def _turn_with_placeholder(finished: RolloutResult, image_id: int) -> str:
+    """Id of a turn that sampled an image placeholder; empty for none."""
     return next((turn.id for turn in finished.turns if image_id in turn.token_ids), "")
 
 
 @cache
 def vision_of(model: str) -> Vision | None:
-    """The vision part of a model; None for one without, or of a kind that is not supported."""
+    """The vision part of a model; None without one, or for an unsupported architecture."""
     try:
         return Vision.load(model)
     except UsageError as error:
@@ -273,18 +245,18 @@ def vision_of(model: str) -> Vision | None:
 
 
 def _info(finished: RolloutResult, unused: int) -> dict[str, float]:
-    """What veRL shows and validates beside the reward, by the agent's own names."""
+    """Numbers that veRL logs and validates beside the reward, by the agent's names."""
     outcome = finished.outcome
     failed = outcome.failure is not None and outcome.failure.kind is FailureKind.POLICY
-    given = {**outcome.metrics, **outcome.rewards, "policy_failure": float(failed)}
-    given["attempts"] = float(finished.attempts)
-    given["rows"] = float(len(finished.trajectories))
+    values = {**outcome.metrics, **outcome.rewards, "policy_failure": float(failed)}
+    values["attempts"] = float(finished.attempts)
+    values["rows"] = float(len(finished.trajectories))
     tokens = count_tokens([finished])
-    given["sampled_tokens"] = float(tokens.sampled)
-    given["excluded_tokens"] = float(sum(tokens.excluded.values()))
-    given |= {"unused_turn_rewards": float(unused)} if unused else {}
-    given |= {f"excluded_tokens.{metric_name(reason)}": float(n) for reason, n in tokens.excluded.items()}
-    return {f"{name}_of_agent" if name == TAKEN else name: value for name, value in given.items()}
+    values["sampled_tokens"] = float(tokens.sampled)
+    values["excluded_tokens"] = float(sum(tokens.excluded.values()))
+    values |= {"unused_turn_rewards": float(unused)} if unused else {}
+    values |= {f"excluded_tokens.{metric_name(reason)}": float(n) for reason, n in tokens.excluded.items()}
+    return {f"{name}_of_agent" if name == RESERVED else name: value for name, value in values.items()}
 
 
 def _metrics(turns: Sequence[Turn]) -> dict[str, float]:
@@ -300,20 +272,24 @@ def _metrics(turns: Sequence[Turn]) -> dict[str, float]:
         "generate_sequences": calling,
         "tool_calls": between,
         "compute_score": 0.0,
-        "num_preempted": -1,  # not known
+        "num_preempted": -1,  # unknown
     }
 
 
-def with_versions(made: RolloutRows, low: int, high: int) -> RolloutRows:
-    """With versions that somebody else knows, where the gateway cannot."""
-    return structs.replace(made, rows=tuple(structs.replace(row, low=low, high=high) for row in made.rows))
+def num_turns(result: RolloutResult, row: Row) -> int:
+    """veRL counts requests as well as replies."""
+    parents = {turn.id: turn.parent for turn in result.turns}
+    calls, parent = 1, parents.get(row.turns[-1].id)
+    while parent is not None:
+        calls, parent = calls + 1, parents.get(parent)
+    return 2 * calls
 
 
 # --- as veRL stores them -------------------------------------------------------------------------
 
 
 class QueueEntry(Struct, frozen=True):
-    """What is put under one key."""
+    """A value of veRL's TransferQueue and its key."""
 
     key: str
     fields: dict[str, Any]
@@ -321,57 +297,58 @@ class QueueEntry(Struct, frozen=True):
 
 
 def queue_entries(
-    prompt: Mapping[str, Any], made: RolloutRows, *, weighted: bool = False, vision: Vision | None = None
+    prompt: Mapping[str, Any], session: RolloutRows, *, weighted: bool = False, vision: Vision | None = None
 ) -> list[QueueEntry]:
-    """`prompt` is the row of veRL's batch, whose columns travel along. Rows with images need `vision`; all
-    rows of a model with M-RoPE have its positions.
+    """Entries of a rollout's rows. `prompt` is the row of veRL's batch, whose columns are copied.
 
-    `weighted` gives each row its share of the session as `rollout_is_weights`, one number for all of its
-    tokens: what veRL multiplies the policy's loss with.
+    Rows with images need `vision`; all rows of a model with M-RoPE have its positions. `weighted` gives each
+    row its share of the session as `rollout_is_weights`, by which veRL multiplies the policy loss.
     """
     import torch
 
     return [
         QueueEntry(
-            f"{prompt['uid']}_{made.number}_{index}",
-            _fields(prompt, made, row, torch) | _weight(row, torch, weighted) | pixels(made, row, vision),
-            _tag(prompt, row),
+            f"{prompt['uid']}_{session.number}_{index}",
+            _fields(prompt, session, row, torch)
+            | _weight(row, torch, weighted)
+            | pixels(session, row, vision),
+            _tag(prompt, session, row),
         )
-        for index, row in enumerate(made.rows)
+        for index, row in enumerate(session.rows)
     ]
 
 
-def _fields(prompt: Mapping[str, Any], made: RolloutRows, row: Row, torch: Any) -> dict[str, Any]:
+def _fields(prompt: Mapping[str, Any], session: RolloutRows, row: Row, torch: Any) -> dict[str, Any]:
     prompts = torch.tensor(row.prompt_ids, dtype=torch.int64)
     responses = torch.tensor(row.response_ids, dtype=torch.int64)
     mask = torch.tensor(row.response_mask, dtype=torch.int64)
     scores = torch.zeros(len(row.response_ids), dtype=torch.float32)
-    for at, score in row.scores:
-        scores[at] = score
-    columns = {name: value for name, value in prompt.items() if name not in CONSUMED}
+    for position, reward in row.token_rewards:
+        scores[position] = reward
+    columns = {name: value for name, value in prompt.items() if name not in VERL_COLUMNS}
     return columns | {
-        "session_id": made.number,
+        "session_id": session.number,
         "prompts": prompts,
         "responses": responses,
         "response_mask": mask,
         "loss_mask": mask.clone(),
-        "rollout_log_probs": torch.tensor(row.logprobs, dtype=torch.float32),
+        "rollout_log_probs": torch.tensor(row.response_logprobs, dtype=torch.float32),
         "rm_scores": scores,
         "input_ids": torch.cat([prompts, responses]),
         "position_ids": torch.arange(len(prompts) + len(responses), dtype=torch.int64),
         "multi_modal_inputs": {},
-        "num_turns": row.turns,
-        "metrics": dict(made.metrics),
-        "extra_fields": _extra(made, row),
+        "num_turns": num_turns(session.result, row),
+        "metrics": dict(session.metrics),
+        "extra_fields": _extra(session, row),
     }
 
 
-def pixels(made: RolloutRows, row: Row, vision: Vision | None) -> dict[str, Any]:
-    """What veRL's agent loop gives a vision-language model beside the ids: `multi_modal_inputs` of its
-    processor, and positions in text, time, height and width."""
+def pixels(session: RolloutRows, row: Row, vision: Vision | None) -> dict[str, Any]:
+    """Inputs of a vision-language model beside the ids: `multi_modal_inputs` of its processor, and positions
+    in text, time, height and width."""
     import torch
 
-    rollout_id = made.finished.rollout.id
+    rollout_id = session.result.rollout.id
     if vision is None:
         if row.images:
             raise UsageError(
@@ -379,13 +356,10 @@ def pixels(made: RolloutRows, row: Row, vision: Vision | None) -> dict[str, Any]
                 f" is supported ({', '.join(FAMILIES)}); train the model that saw them"
             )
         return {}
-    kept = {image.digest: image for image in made.finished.images}
-    ids = row.prompt_ids + row.response_ids
+    ids, spans = row.token_ids, row.trajectory.images
     try:
-        pictures = [vision.pixels(kept[span.digest]) for span in row.images]
-        vision.check(ids, row.images, pictures)
-    except KeyError as error:
-        raise UsageError(f"rollout {rollout_id}: its image {error} was not kept with it") from error
+        pictures = [vision.pixels(image) for image in row.images]
+        vision.check(ids, spans, pictures)
     except ValueError as error:
         raise UsageError(f"rollout {rollout_id}: {error}") from error
     fields: dict[str, Any] = {}
@@ -396,44 +370,45 @@ def pixels(made: RolloutRows, row: Row, vision: Vision | None) -> dict[str, Any]
             inputs["images_seqlens"] = torch.repeat_interleave(grid[:, 1] * grid[:, 2], grid[:, 0])
         fields["multi_modal_inputs"] = inputs
     if vision.mrope:
-        seen = torch.from_numpy(vision.positions(len(ids), row.images, [one.grid for one in pictures]))
-        fields["position_ids"] = torch.cat([torch.arange(len(ids))[None], seen])
+        positions = torch.from_numpy(vision.positions(len(ids), spans, [one.grid for one in pictures]))
+        fields["position_ids"] = torch.cat([torch.arange(len(ids))[None], positions])
     return fields
 
 
-def images_of(made: RolloutRows, row: Row) -> list[Any]:
-    """The pictures of a row, decoded: veRL's own workers run their processor over them."""
-    kept = {image.digest: image for image in made.finished.images}
+def decoded_images(row: Row) -> list[Any]:
+    """The decoded images of a row, for veRL's workers to process."""
     try:
-        return [decode_image(kept[span.digest]) for span in row.images]
-    except (KeyError, ValueError) as error:
-        raise UsageError(
-            f"rollout {made.finished.rollout.id}: an image of it is not at hand: {error}"
-        ) from error
+        return [decode_image(image) for image in row.images]
+    except ValueError as error:
+        raise UsageError(f"rollout {row.rollout_id}: an image cannot be decoded: {error}") from error
 
 
-def _extra(made: RolloutRows, row: Row) -> dict[str, Any]:
+def _extra(session: RolloutRows, row: Row) -> dict[str, Any]:
+    low, high = session.row_versions(row)
     return {
-        "min_global_steps": row.low,
-        "max_global_steps": row.high,
-        "reward_extra_info": dict(made.info),
-        "afield_rollout": made.finished.rollout.id,
-        "afield_weight": row.weight,
+        "min_global_steps": low,
+        "max_global_steps": high,
+        "reward_extra_info": dict(session.info),
+        "afield_rollout": session.result.rollout.id,
+        "afield_weight": row.trajectory.weight,
     }
 
 
 def _weight(row: Row, torch: Any, weighted: bool) -> dict[str, torch.Tensor]:
-    return {"rollout_is_weights": torch.tensor([row.weight], dtype=torch.float32)} if weighted else {}
+    return (
+        {"rollout_is_weights": torch.tensor([row.trajectory.weight], dtype=torch.float32)} if weighted else {}
+    )
 
 
-def _tag(prompt: Mapping[str, Any], row: Row) -> dict[str, Any]:
-    before, after = len(row.prompt_ids), len(row.response_ids)
+def _tag(prompt: Mapping[str, Any], session: RolloutRows, row: Row) -> dict[str, Any]:
+    before, after = row.prompt_length, len(row.response_ids)
+    low, high = session.row_versions(row)
     return {
         "status": "success",
         "prompt_len": before,
         "response_len": after,
         "seq_len": before + after,
         "global_steps": int(prompt["global_steps"]),
-        "min_global_steps": row.low,
-        "max_global_steps": row.high,
+        "min_global_steps": low,
+        "max_global_steps": high,
     }

@@ -1,9 +1,8 @@
-"""New weights from veRL's trainer to the gateway's engines, by way of a directory that both can read.
+"""Publishes weights from veRL's trainer to the gateway's engines, through a shared directory.
 
-Each version is a whole model directory, put in place under its final name at once, and then published
-with version = global step. Calls in flight go on; the tokens they get afterwards carry the new version.
-An update returns only when the gateway serves that version: anything else raises and stops the trainer.
-The last two versions stay on disk.
+Each version is a whole model directory, renamed into place and published with version = global step. Calls
+in flight go on; their later tokens carry the new version. An update returns when the gateway serves that
+version; anything else raises and stops the trainer. The last two versions stay on disk.
 """
 
 from __future__ import annotations
@@ -35,15 +34,16 @@ from afield.trainers.publication import Rounder
 from afield.types import Policy
 
 log = logging.getLogger("afield.verl")
-KEPT = 2
+KEPT_VERSIONS = 2
 SHARD_BYTES = 4 * 2**30
-PUBLISHED = "published"  # veRL asks a checkpoint engine what its weights look like on the rollout side
+PUBLISHED = "published"
+"""Wire format on the rollout side: the weights were published already."""
 INDEX = "model.safetensors.index.json"
 
 
 class ServerAdapter(BaseRollout):
-    """What veRL's workers know of the backend. In synchronous mode every trainer rank calls it with the
-    weights, which takes all ranks to collect; the first one writes and publishes them."""
+    """The backend as veRL's workers see it. In synchronous mode every trainer rank calls it with the weights,
+    which all ranks gather; the first rank writes and publishes them."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any = None, **_: Any) -> None:
         super().__init__(config, model_config, device_mesh)
@@ -52,10 +52,10 @@ class ServerAdapter(BaseRollout):
         self.is_leader_rank = _rank() == 0
 
     async def resume(self, tags: list[str]) -> None:
-        """Nothing was released."""
+        """No-op: nothing was released."""
 
     async def release(self) -> None:
-        """The engine is a process of its own and keeps what it has."""
+        """No-op: the engine is another process."""
 
     async def update_weights(
         self,
@@ -79,7 +79,7 @@ class ServerAdapter(BaseRollout):
 
 @CheckpointEngineRegistry.register("afield")
 class DirectoryCheckpointEngine(CheckpointEngine):
-    """For the asynchronous modes: the trainer's first rank publishes; the rollout side has nothing to do."""
+    """Checkpoint engine of the asynchronous modes: the trainer's first rank publishes."""
 
     wire_format = PUBLISHED
 
@@ -97,32 +97,34 @@ class DirectoryCheckpointEngine(CheckpointEngine):
         return {}, {}
 
     def init_process_group(self, **_: Any) -> None:
-        """Nobody speaks to anybody: there is a directory between them."""
+        """No-op: weights go through a directory."""
 
     def finalize(self) -> None:
-        """Nothing is held between updates."""
+        """No-op: nothing is held between updates."""
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
         sent = await send(weights, global_steps, leader=self.is_master)
-        told = {f"afield/{name}": value for name, value in sent.metrics.items()}
-        return {"afield/weights_bytes": float(sent.written), **told} if self.is_master else {}
+        metrics = {f"afield/{name}": value for name, value in sent.metrics.items()}
+        return {"afield/weights_bytes": float(sent.written), **metrics} if self.is_master else {}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[Any]:
-        """They come to the engines from the directory, not through here."""
+        """Yields nothing: engines load weights from the directory."""
         for nothing in ():
             yield nothing
 
 
 class PublishResult(NamedTuple):
-    """Bytes written, and metrics of what arrived (`afield.interfaces.trainer.Publisher`)."""
+    """Result of publishing one version."""
 
     written: int = 0
+    """Bytes written."""
     metrics: Mapping[str, float] = {}
+    """Rounding metrics; see `afield.interfaces.trainer.Publisher`."""
 
 
 async def send(weights: Any, version: int | None, *, leader: bool) -> PublishResult:
-    """Publish the weights. Every rank but the first only takes part in collecting them. A version that was
-    sent is not sent again: veRL may ask for it once for each kind of replica, and they are one gateway."""
+    """Publish the weights. Ranks other than the first only take part in gathering them. A version that was
+    sent is not sent again: veRL may ask once per kind of replica."""
     if version is None:
         raise UsageError("veRL gave these weights no global step, so they have no version")
     if not leader:
@@ -136,8 +138,8 @@ async def send(weights: Any, version: int | None, *, leader: bool) -> PublishRes
         _check_ours(before, version, gateway.url)
         with replaced(directory) as fresh:
             copy_but_weights(Path(gateway.model), fresh)
-            told = await client.engine_dtype()
-            dtype = factory.published_dtype(gateway.engine_dtype, told, Path(gateway.model))
+            reported = await client.engine_dtype()
+            dtype = factory.published_dtype(gateway.engine_dtype, reported, Path(gateway.model))
             rounding = make_rounding(dtype, gateway.seed, version)
             rounder = Rounder(Path(gateway.model), rounding)
             written = await _write(weights, fresh, rounder)
@@ -156,7 +158,7 @@ async def send(weights: Any, version: int | None, *, leader: bool) -> PublishRes
 
 
 def _check_ours(served: int, version: int, url: str) -> None:
-    """Engines that outlive a job still have its weights, and versions never go back."""
+    """Refuse engines that serve weights of another job: versions never go back."""
     if served > version or (served == version and version > 0):
         raise UsageError(
             f"the engines behind {url} serve version {served}, which this job did not publish, and its"
@@ -171,7 +173,7 @@ async def _drop(weights: Any) -> PublishResult:
 
 
 async def _write(weights: Any, directory: Path, rounder: Rounder) -> int:
-    """In shards, so that never more than one of them is in memory, in the Hugging Face layout."""
+    """Write shards in the Hugging Face layout, with at most one in memory."""
     shards: list[list[str]] = []
     shard: dict[str, Tensor] = {}
     total = held = 0
@@ -199,13 +201,13 @@ def _shard(number: int) -> str:
 
 
 def _compare(written: Path, start: Path) -> None:
-    """A gateway serves its model directory as version 0 and does not load it twice, so it has to be the
-    trainer's start. Compared in the coarser type of the two, as one was read from the other."""
-    ours, theirs = _tensors(written), _tensors(start)
-    for name in ours.keys() & theirs.keys():
-        one, other = ours[name](), theirs[name]()
-        coarse = min(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
-        if not torch.equal(one.to(coarse), other.to(coarse)):
+    """Refuse a trainer that starts from other weights than the gateway's version 0. Compared in the coarser
+    dtype of the two."""
+    sent, served = _tensors(written), _tensors(start)
+    for name in sent.keys() & served.keys():
+        new, old = sent[name](), served[name]()
+        coarse = min(new.dtype, old.dtype, key=lambda dtype: dtype.itemsize)
+        if not torch.equal(new.to(coarse), old.to(coarse)):
             raise UsageError(
                 f"the trainer starts with another {name!r} than {start} has, which the gateway serves;"
                 " save the model as the trainer starts with it, and name that as the model's path"
@@ -213,16 +215,16 @@ def _compare(written: Path, start: Path) -> None:
 
 
 def _tensors(directory: Path) -> dict[str, Callable[[], Tensor]]:
-    found: dict[str, Callable[[], Tensor]] = {}
+    tensors: dict[str, Callable[[], Tensor]] = {}
     for file in sorted(directory.glob("*.safetensors")):
         opened = safe_open(file, framework="pt")
-        found |= {name: partial(opened.get_tensor, name) for name in opened.keys()}  # noqa: SIM118
-    return found
+        tensors |= {name: partial(opened.get_tensor, name) for name in opened.keys()}  # noqa: SIM118
+    return tensors
 
 
 def _prune(weights: Path) -> None:
     versions = sorted((path for path in weights.glob("v*")), key=lambda path: int(path.name[1:]))
-    for old in versions[:-KEPT]:
+    for old in versions[:-KEPT_VERSIONS]:
         shutil.rmtree(old)
 
 

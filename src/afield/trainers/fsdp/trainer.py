@@ -1,9 +1,9 @@
-"""A trainer whose model is shared out over several processes, one for each device.
+"""FSDP trainer: GRPO with its model sharded over one process per device.
 
-To the loop it is a trainer like any other: `step`, `export`, `save` and `restore` go to every rank
-(`afield.trainers.fsdp.rank`), and what they answer comes back once. Its checkpoints are those of a single
-process, so a run may go on with another number of devices. What all ranks refuse alike is refused; a rank
-that dies, or that fails alone, ends the others, and every later call says so.
+`step`, `export`, `publish`, `save` and `restore` run on every rank (`afield.trainers.fsdp.rank`); the reply
+of rank 0 is returned. Checkpoints are those of a single process, so that a run may continue on another
+number of devices. An error that all ranks raise alike is raised here. A rank that dies or fails alone ends
+the others, and every later call raises Unavailable.
 """
 
 from __future__ import annotations
@@ -23,39 +23,45 @@ from afield.errors import AfieldError, Unavailable, UsageError
 from afield.interfaces.trainer import StepReport
 from afield.types import Group
 
-ALIKE_S = 30.0  # ranks that fail alike do so within this time of each other
-END_S = 10.0
+SAME_ERROR_TIMEOUT_S = 30.0
+"""Time within which all ranks raise an error that they raise alike."""
+EXIT_TIMEOUT_S = 10.0
 Method = Literal["step", "export", "publish_as", "save", "restore"]
 
 
 class RankReply(NamedTuple):
-    """What a rank says to a call: a result, an error that leaves it as it was, or its last words."""
+    """A rank's reply to a call."""
 
     kind: Literal["done", "refused", "broken"]
+    """`refused` leaves the rank as it was; after `broken` it exits."""
     result: Any = None
     error: AfieldError | None = None
-    last_words: str = ""
+    message: str = ""
+    """Why the rank is broken."""
 
 
 class RankConfig(NamedTuple):
-    """What a rank is told first. `meeting` is a file that does not exist yet, where the ranks meet."""
+    """First message to a rank."""
 
     rank: int
     ranks: int
     meeting: str
+    """Path of a new file for torch.distributed's file store."""
     device: str
     model_path: str
     settings: dict[str, Any]
+    """Settings of GRPO."""
 
 
 class RankProcess(NamedTuple):
     number: int
     process: subprocess.Popen[bytes]
-    wire: Connection
+    connection: Connection
 
 
 class FSDPTrainer:
-    """`settings` are GRPO's. Without CUDA, or with device "cpu", the ranks share this machine's CPU."""
+    """A `Trainer` over several ranks. `settings` are those of GRPO. Without CUDA, or with device "cpu", the
+    ranks share this machine's CPU."""
 
     def __init__(
         self, model_path: str | Path, *, devices: int, device: str | None = None, **settings: Any
@@ -66,16 +72,16 @@ class FSDPTrainer:
         self._scratch = tempfile.TemporaryDirectory(prefix="afield-ranks-")
         meeting = str(Path(self._scratch.name) / "meeting")
         self._ranks = [_start(n) for n in range(devices)]
-        begins = [
+        configs = [
             RankConfig(
                 n, devices, meeting, f"cuda:{n}" if kind == "cuda" else kind, str(model_path), settings
             )
             for n in range(devices)
         ]
-        for rank, begin in zip(self._ranks, begins, strict=True):
-            self._say(rank, pickle.dumps(begin))
+        for rank, config in zip(self._ranks, configs, strict=True):
+            self._send(rank, pickle.dumps(config))
         try:
-            self.context: int | None = self._hear()
+            self.context: int | None = self._receive()
         except AfieldError:
             self.close()
             raise
@@ -96,13 +102,13 @@ class FSDPTrainer:
         self._all("restore", Path(directory).absolute())
 
     def close(self) -> None:
-        """End the ranks. They end by themselves, too, when this process does."""
+        """End the ranks, which also exit when this process does; idempotent."""
         self._broken = self._broken or "the ranks have been closed; make a new trainer"
         for rank in self._ranks:
-            rank.wire.close()  # doing it again is fine
+            rank.connection.close()
         for rank in self._ranks:
             try:
-                rank.process.wait(END_S)
+                rank.process.wait(EXIT_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 rank.process.kill()
                 rank.process.wait()
@@ -110,50 +116,50 @@ class FSDPTrainer:
 
     # --- the ranks ------------------------------------------------------------------------------------
 
-    def _all(self, verb: Method, *arguments: Any) -> Any:
+    def _all(self, method: Method, *arguments: Any) -> Any:
         if self._broken:
             raise Unavailable(self._broken)
-        message = pickle.dumps((verb, arguments))
+        message = pickle.dumps((method, arguments))
         for rank in self._ranks:
-            self._say(rank, message)
-        return self._hear()
+            self._send(rank, message)
+        return self._receive()
 
-    def _say(self, rank: RankProcess, message: bytes) -> None:
+    def _send(self, rank: RankProcess, message: bytes) -> None:
         try:
-            rank.wire.send_bytes(message)
+            rank.connection.send_bytes(message)
         except OSError:
             self._give_up(rank, "")
 
-    def _hear(self) -> Any:
-        """What rank 0 answers, when all have. After a first failure the others have little time left."""
-        waiting = {rank.wire: rank for rank in self._ranks}
-        heard: dict[int, RankReply] = {}
+    def _receive(self) -> Any:
+        """The result of rank 0 once all ranks have replied, soon after a first error."""
+        waiting = {rank.connection: rank for rank in self._ranks}
+        replies: dict[int, RankReply] = {}
         while waiting:
-            refused = {n: told.error for n, told in heard.items() if told.error is not None}
-            ready = wait(list(waiting), ALIKE_S if refused else None)
+            refused = {n: reply.error for n, reply in replies.items() if reply.error is not None}
+            ready = wait(list(waiting), SAME_ERROR_TIMEOUT_S if refused else None)
             if not ready:
                 number = min(refused)
                 self._give_up(self._ranks[number], str(refused[number]))
-            for wire in ready:
-                assert isinstance(wire, Connection)
-                rank = waiting.pop(wire)
-                heard[rank.number] = self._read(rank)
-        for told in heard.values():
-            if told.error is not None:
-                raise told.error
-        return heard[0].result
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                replies[rank.number] = self._read(rank)
+        for reply in replies.values():
+            if reply.error is not None:
+                raise reply.error
+        return replies[0].result
 
     def _read(self, rank: RankProcess) -> RankReply:
         try:
-            told = pickle.loads(rank.wire.recv_bytes())
+            reply = pickle.loads(rank.connection.recv_bytes())
         except (EOFError, OSError):
             self._give_up(rank, "")
-        if told.kind == "broken":
-            self._give_up(rank, told.last_words)
-        return told
+        if reply.kind == "broken":
+            self._give_up(rank, reply.message)
+        return reply
 
     def _give_up(self, rank: RankProcess, why: str) -> NoReturn:
-        why = why or _ended(rank.process)
+        why = why or _exit_reason(rank.process)
         self._broken = (
             f"rank {rank.number} of {self.devices} failed: {why};"
             " make a new trainer and restore its last checkpoint"
@@ -178,17 +184,17 @@ def _kind(device: str | None, devices: int) -> str:
 
 
 def _start(number: int) -> RankProcess:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        # A program of its own, so that nothing of this one's main module is run again.
-        command = [sys.executable, "-m", "afield.trainers.fsdp.rank", str(theirs.fileno())]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-    return RankProcess(number, process, Connection(ours.detach()))
+    parent, child = socket.socketpair()
+    with child:
+        # Not multiprocessing: it would run this program's main module again.
+        command = [sys.executable, "-m", "afield.trainers.fsdp.rank", str(child.fileno())]
+        process = subprocess.Popen(command, pass_fds=[child.fileno()], stdin=subprocess.DEVNULL)
+    return RankProcess(number, process, Connection(parent.detach()))
 
 
-def _ended(process: subprocess.Popen[bytes]) -> str:
+def _exit_reason(process: subprocess.Popen[bytes]) -> str:
     try:
-        code = process.wait(END_S)
+        code = process.wait(EXIT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return "it does not answer"
     return f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with status {code}"

@@ -1,0 +1,480 @@
+"""The training row: one trajectory with its rollout, advantages, rewards and images.
+
+1. `Row` is what every trainer and export builds on: GRPO, the tinker-style loop, FSDP, veRL and TRL.
+2. `RowColumns` is its file form, the columns of JSONL, Parquet and TensorDict.
+3. `Batch` holds the rows of a set of groups and a `RolloutRecord` of every rollout, trained or not.
+
+A `Batch` is checked when it is built: each owned turn belongs to one row, the weights of a rollout add up to
+1, and rows agree with their rollout's record. Errors name rollout and turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar, cast, get_args
+
+import msgspec
+from msgspec import Struct, structs
+
+from afield.advantages import TurnAdvantages
+from afield.errors import UsageError
+from afield.types import (
+    Exclusion,
+    Image,
+    Outcome,
+    Rollout,
+    RolloutResult,
+    Sampling,
+    Trajectory,
+    TurnRange,
+    VersionSpan,
+    check_cover,
+)
+
+Form = Literal["linear", "per_turn"]
+T = TypeVar("T")
+MAX_TOKEN_ID = 2**31
+ROUNDING = 1e-3
+"""Largest log-probability above 0 that floating-point arithmetic explains."""
+
+
+class OwnedTurn(TurnRange, frozen=True, kw_only=True):
+    """A turn that a row owns, with its place in the rollout's turn tree."""
+
+    order: int
+    """Position among the rollout's trained turns, in the order they were committed."""
+    parent: str = ""
+    """Id of the nearest trained turn above it; empty for a root."""
+    top_p: float = 1.0
+    top_k: int = 0
+    finish_reason: str = ""
+    """Why sampling stopped; empty where the turn itself was not recorded."""
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+
+
+class Row(Struct, frozen=True, kw_only=True):
+    """One training sequence: token ids, owned mask, log-probabilities and versions, and its advantages."""
+
+    rollout_id: str
+    trajectory: Trajectory
+    """Token ids, loss mask, log-probabilities, version spans, owned turns (with constraints) and weight."""
+    group_id: str = ""
+    index: int = 0
+    """Position among the rows of its rollout."""
+    advantages: tuple[float, ...] = ()
+    """One per owned turn; empty where the trainer estimates advantages itself, as veRL does."""
+    token_rewards: tuple[tuple[int, float], ...] = ()
+    """Position in the response and reward there, for trainers that estimate advantages from rewards."""
+    images: tuple[Image, ...] = ()
+    """Images of the trajectory's image spans, in their order."""
+    excluded: str = ""
+    """Reason why the row is not trained (`exclusions.ExclusionReason`); empty for a row that trains."""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.rollout_id, self.index
+
+    @property
+    def where(self) -> str:
+        """Rollout and first owned turn, for error messages."""
+        turns = self.trajectory.turns
+        return f"rollout {self.rollout_id}, turn {turns[0].id if turns else '(none)'}"
+
+    @property
+    def owned(self) -> int:
+        """Number of tokens that the row trains."""
+        return self.trajectory.owned
+
+    @property
+    def turns(self) -> tuple[OwnedTurn, ...]:
+        """The owned turns of a row that `from_groups` or a file made."""
+        return cast("tuple[OwnedTurn, ...]", self.trajectory.turns)
+
+    @property
+    def assembled(self) -> Trajectory:
+        """The trajectory as it was assembled, whose turns have no place in the turn tree."""
+        fields = TurnRange.__struct_fields__
+        turns = (TurnRange(**{name: getattr(turn, name) for name in fields}) for turn in self.turns)
+        return structs.replace(self.trajectory, turns=tuple(turns))
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of tokens before the first one that the row owns."""
+        turns = self.trajectory.turns
+        return turns[0].start if turns else len(self.trajectory.token_ids)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.trajectory.token_ids
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return self.trajectory.token_ids[: self.prompt_length]
+
+    @property
+    def response_ids(self) -> tuple[int, ...]:
+        return self.trajectory.token_ids[self.prompt_length :]
+
+    @property
+    def response_mask(self) -> tuple[int, ...]:
+        return self.trajectory.loss_mask[self.prompt_length :]
+
+    @property
+    def response_logprobs(self) -> tuple[float, ...]:
+        """0.0 where the mask is 0."""
+        return self.trajectory.logprobs[self.prompt_length :]
+
+    @property
+    def versions(self) -> tuple[int, int]:
+        """Lowest and highest policy version that sampled a token of the row."""
+        spans = self.trajectory.versions
+        return min(span.low for span in spans), max(span.high for span in spans)
+
+    def columns(self, record: RolloutRecord) -> RowColumns:
+        """The file form. Raises ValueError for a row that has none."""
+        row, start = self.trajectory, self.prompt_length
+        if record.score is None:
+            raise ValueError(f"{self.where}: a rollout that does not train has rows")
+        return RowColumns(
+            rollout_id=self.rollout_id,
+            group_id=self.group_id,
+            row=self.index,
+            prompt_ids=self.prompt_ids,
+            response_ids=self.response_ids,
+            response_mask=self.response_mask,
+            logprobs=self.response_logprobs,
+            versions=shift_spans(row.versions, start, len(row.token_ids)),
+            turns=tuple(structs.replace(t, start=t.start - start, end=t.end - start) for t in self.turns),
+            weight=row.weight,
+            score=record.score,
+            rewards=record.outcome.rewards,
+            failure=failure_kind(record.outcome),
+            attempts=record.attempts,
+        )
+
+
+class RowColumns(Struct, frozen=True, kw_only=True):
+    """A row as files and tensors store it: prompt and response apart, with its rollout's score.
+
+    Offsets of turns and versions count from the first response token.
+    """
+
+    rollout_id: str
+    group_id: str
+    row: int
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    response_mask: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[VersionSpan, ...]
+    turns: tuple[OwnedTurn, ...]
+    weight: float
+    score: float
+    rewards: dict[str, float] = {}
+    failure: str = ""
+    attempts: int = 1
+
+    def __post_init__(self) -> None:
+        where = self.where
+        if not self.prompt_ids:
+            raise ValueError(f"{where}: there is no prompt before its first sampled token")
+        lengths = (len(self.response_ids), len(self.response_mask), len(self.logprobs))
+        if len(set(lengths)) != 1:
+            raise ValueError(
+                f"{where}: {lengths[0]} response ids, {lengths[1]} mask entries,"
+                f" {lengths[2]} log-probabilities"
+            )
+        check_ids((*self.prompt_ids, *self.response_ids), where)
+        self._check_mask()
+        check_cover(self.versions, [(turn.start, turn.end) for turn in self.turns], where)
+        if not 0 < self.weight <= 1:
+            raise ValueError(f"{where}: weight {self.weight} must be above 0 and at most 1")
+        if not math.isfinite(self.score):
+            raise ValueError(f"{where}: score {self.score} is not a finite number")
+
+    @property
+    def where(self) -> str:
+        return f"rollout {self.rollout_id}, turn {self.turns[0].id if self.turns else '(none)'}"
+
+    def _check_mask(self) -> None:
+        """The mask is 1 on the tokens of its turns and nowhere else."""
+        if not self.turns or self.turns[0].start != 0:
+            raise ValueError(f"{self.where}: the response does not begin with a sampled token")
+        end = 0
+        for turn in self.turns:
+            where = f"rollout {self.rollout_id}, turn {turn.id}"
+            if not end <= turn.start < turn.end <= len(self.response_ids):
+                raise ValueError(f"{where}: tokens {turn.start} to {turn.end} are not a part of the row")
+            check_logprobs(self.logprobs[turn.start : turn.end], where)
+            expected = (0,) * (turn.start - end) + (1,) * (turn.end - turn.start)
+            if self.response_mask[end : turn.end] != expected:
+                raise ValueError(f"{where}: the mask is not 1 exactly where the row owns tokens")
+            end = turn.end
+        if any(self.response_mask[end:]):
+            raise ValueError(f"{self.where}: the mask is 1 where no turn of the row lies")
+        for mask, logprob in zip(self.response_mask, self.logprobs, strict=True):
+            if logprob and not mask:
+                raise ValueError(f"{self.where}: a log-probability where the mask is 0")
+
+    def to_row(self, record: RolloutRecord | None) -> Row:
+        """The row. Raises ValueError if the columns differ from its rollout's record."""
+        if record is None:
+            raise ValueError(f"{self.where}: the batch has no record of this rollout")
+        if not record.trains:
+            raise ValueError(f"{self.where}: a rollout that does not train has rows")
+        expected = (
+            record.rollout.group_id,
+            record.score,
+            record.outcome.rewards,
+            failure_kind(record.outcome),
+        )
+        if (self.group_id, self.score, self.rewards, self.failure) != expected:
+            raise ValueError(
+                f"{self.where}: group, score, rewards or failure differ from its rollout's record"
+            )
+        if self.attempts != record.attempts:
+            raise ValueError(
+                f"{self.where}: {self.attempts} attempts, its rollout's record says {record.attempts}"
+            )
+        start = len(self.prompt_ids)
+        trajectory = Trajectory(
+            token_ids=self.prompt_ids + self.response_ids,
+            loss_mask=(0,) * start + self.response_mask,
+            logprobs=(0.0,) * start + self.logprobs,
+            versions=tuple(VersionSpan(start + s.start, start + s.end, s.low, s.high) for s in self.versions),
+            turns=tuple(structs.replace(t, start=start + t.start, end=start + t.end) for t in self.turns),
+            weight=self.weight,
+        )
+        return Row(rollout_id=self.rollout_id, group_id=self.group_id, index=self.row, trajectory=trajectory)
+
+
+class RolloutRecord(Struct, frozen=True, kw_only=True):
+    """A rollout and its outcome, trained or not."""
+
+    rollout: Rollout
+    outcome: Outcome
+    """For a rollout that trains, per-turn rewards are keyed by the ids of trained turns."""
+    epoch: int
+    score: float | None = None
+    """Reward that trains; None leaves the rollout out."""
+    attempts: int = 1
+    excluded: tuple[Exclusion, ...] = ()
+    baseline: bool = False
+    """Whether it is the greedy baseline of its group, which has no rows."""
+
+    @property
+    def trains(self) -> bool:
+        return self.score is not None and not self.baseline
+
+
+class Batch(Struct, frozen=True, kw_only=True):
+    """The rows of a set of groups, and a record of every rollout in them."""
+
+    form: Form
+    rows: tuple[Row, ...]
+    rollouts: tuple[RolloutRecord, ...]
+
+    def __post_init__(self) -> None:
+        if self.form not in get_args(Form):
+            raise ValueError(f"unknown form {self.form!r}; choose one of: {', '.join(get_args(Form))}")
+        records = records_by_id(self.rollouts)
+        by_rollout: dict[str, list[Row]] = {}
+        for row in self.rows:
+            row.columns(record_of_row(row, records))
+            by_rollout.setdefault(row.rollout_id, []).append(row)
+        for rows in by_rollout.values():
+            check_rollout(rows)
+            check_lineage(rows)
+            if self.form == "per_turn" and (longer := [row for row in rows if len(row.turns) > 1]):
+                raise ValueError(f"{longer[0].where}: its row has {len(longer[0].turns)} turns, not one")
+        for rollout_id, record in records.items():
+            check_rewards(record, {turn.id for row in by_rollout.get(rollout_id, []) for turn in row.turns})
+
+    def rows_of(self, rollout_id: str) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.rollout_id == rollout_id)
+
+
+# --- rows of a rollout ---------------------------------------------------------------------------
+
+
+def rows_of(result: RolloutResult, advantages: TurnAdvantages | None = None) -> list[Row]:
+    """One row per trajectory of a rollout, with its images and the advantage of each owned turn."""
+    return [
+        Row(
+            rollout_id=result.rollout.id,
+            group_id=result.rollout.group_id,
+            index=index,
+            trajectory=trajectory,
+            advantages=() if advantages is None else per_turn(advantages, result.rollout.id, trajectory),
+            images=row_images(result, trajectory),
+        )
+        for index, trajectory in enumerate(result.trajectories)
+    ]
+
+
+def per_turn(advantages: TurnAdvantages, rollout_id: str, trajectory: Trajectory) -> tuple[float, ...]:
+    if isinstance(advantages, int | float):
+        return (float(advantages),) * len(trajectory.turns)
+    if missing := [turn.id for turn in trajectory.turns if turn.id not in advantages]:
+        raise UsageError(
+            f"rollout {rollout_id}, turn {missing[0]}: it has no advantage; give one for each turn"
+        )
+    return tuple(advantages[turn.id] for turn in trajectory.turns)
+
+
+def row_images(result: RolloutResult, trajectory: Trajectory) -> tuple[Image, ...]:
+    """Images of a trajectory in order. Raises UsageError for one that the rollout did not keep."""
+    by_digest = {image.digest: image for image in result.images}
+    if missing := [span.digest for span in trajectory.images if span.digest not in by_digest]:
+        raise UsageError(
+            f"rollout {result.rollout.id}: its image {missing[0][:12]} was not kept with it, so it cannot"
+            " be trained; collect it with this version of afield"
+        )
+    return tuple(by_digest[span.digest] for span in trajectory.images)
+
+
+def shift_spans(spans: Iterable[VersionSpan], start: int, end: int) -> tuple[VersionSpan, ...]:
+    """The spans of tokens [start, end), counted from `start`."""
+    inside = ((max(s.start, start), min(s.end, end), s) for s in spans)
+    return tuple(VersionSpan(a - start, b - start, s.low, s.high) for a, b, s in inside if a < b)
+
+
+def in_order(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """The rows with each rollout's sorted by index, in the positions that its rows had."""
+    rows = list(rows)
+    by_rollout: dict[str, list[Row]] = {}
+    for row in rows:
+        by_rollout.setdefault(row.rollout_id, []).append(row)
+    ordered = {name: iter(sorted(mine, key=lambda row: row.index)) for name, mine in by_rollout.items()}
+    return tuple(next(ordered[row.rollout_id]) for row in rows)
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+def check_ids(ids: Iterable[int], where: str) -> None:
+    if stray := next((i for i in ids if not 0 <= i < MAX_TOKEN_ID), None):
+        raise ValueError(f"{where}: token id {stray} is negative, or beyond every vocabulary")
+
+
+def check_logprobs(logprobs: Iterable[float], where: str) -> None:
+    for value in logprobs:
+        if not math.isfinite(value):
+            raise ValueError(f"{where}: a log-probability is not a finite number")
+        if value > ROUNDING:
+            raise ValueError(f"{where}: the log-probability {value:g} is above 0")
+
+
+def records_by_id(records: Iterable[RolloutRecord]) -> dict[str, RolloutRecord]:
+    by_id: dict[str, RolloutRecord] = {}
+    for record in records:
+        if record.rollout.id in by_id:
+            raise ValueError(f"rollout {record.rollout.id} is in the batch more than once")
+        if record.score is not None and record.outcome.reward_or_floor(0.0) is None:
+            raise ValueError(f"rollout {record.rollout.id} failed and has a score all the same")
+        by_id[record.rollout.id] = record
+    return by_id
+
+
+def record_of_row(row: Row, records: Mapping[str, RolloutRecord]) -> RolloutRecord:
+    record = records.get(row.rollout_id)
+    if record is None:
+        raise ValueError(f"{row.where}: the batch has no record of this rollout")
+    if not record.trains:
+        raise ValueError(f"{row.where}: a rollout that does not train has rows")
+    if row.group_id != record.rollout.group_id:
+        raise ValueError(f"{row.where}: group {row.group_id} is not that of its rollout's record")
+    return record
+
+
+def check_rollout(rows: list[Row]) -> None:
+    """All rows of one rollout are there, and each owned turn is in one of them only."""
+    if [row.index for row in rows] != list(range(len(rows))):
+        raise ValueError(f"{rows[0].where}: its rows are numbered {[row.index for row in rows]}")
+    turns = [turn for row in rows for turn in row.turns]
+    seen: set[str] = set()
+    for turn in turns:
+        if turn.id in seen:
+            raise ValueError(f"rollout {rows[0].rollout_id}, turn {turn.id}: more than one row owns it")
+        seen.add(turn.id)
+    if sorted(turn.order for turn in turns) != list(range(len(turns))):
+        raise ValueError(f"{rows[0].where}: the order of its turns is {[turn.order for turn in turns]}")
+    weight = math.fsum(row.trajectory.weight for row in rows)
+    if abs(weight - 1) > 1e-6:
+        raise ValueError(
+            f"{rows[0].where}: the weights of its rows add up to {weight}, not 1: a row is missing"
+        )
+    total = sum(row.owned for row in rows)
+    for row in rows:
+        if not math.isclose(row.trajectory.weight, row.owned / total, rel_tol=1e-6):
+            raise ValueError(
+                f"{row.where}: weight {row.trajectory.weight}, and its row has {row.owned} of {total} tokens"
+            )
+
+
+def check_lineage(rows: list[Row]) -> None:
+    """Turns follow their parents, and a row begins with the ids of the turn that it branches from."""
+    owners = {turn.id: (row, turn) for row in rows for turn in row.turns}
+    for row in rows:
+        previous = None
+        for turn in row.turns:
+            where = f"rollout {row.rollout_id}, turn {turn.id}"
+            if previous is not None and turn.parent != previous:
+                raise ValueError(f"{where}: it follows turn {previous} in its row and names {turn.parent!r}")
+            previous = turn.id
+            if not turn.parent:
+                continue
+            if turn.parent not in owners or owners[turn.parent][1].order >= turn.order:
+                raise ValueError(f"{where}: its parent {turn.parent} is not before it")
+            owner, parent = owners[turn.parent]
+            end = parent.end
+            if owner is not row and (end > row.prompt_length or owner.token_ids[:end] != row.token_ids[:end]):
+                raise ValueError(f"{where}: its prompt does not begin with turn {parent.id}, its parent")
+
+
+def check_rewards(record: RolloutRecord, owned: set[str]) -> None:
+    outcome = record.outcome
+    rewarded = set(outcome.turn_rewards).union(*outcome.named_turn_rewards.values())
+    if stray := sorted(rewarded - owned) if record.trains else []:
+        where = f"rollout {record.rollout.id}, turn {stray[0]}"
+        raise ValueError(f"{where}: it has a reward, and no row owns it")
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def failure_kind(outcome: Outcome) -> str:
+    return str(outcome.failure.kind) if outcome.failure else ""
+
+
+def describe_columns(columns: Mapping[str, Any]) -> str:
+    """Rollout and first turn of a row or node that may be malformed."""
+    turns = columns.get("turns") or [columns.get("turn")]
+    first = turns[0] if isinstance(turns, list | tuple) else None
+    turn = first.get("id") if isinstance(first, Mapping) else None
+    return f"rollout {columns.get('rollout_id') or '(none)'}, turn {turn or '(none)'}"
+
+
+def convert_columns(columns: Mapping[str, Any], into: type[T]) -> T:
+    """Convert to a struct, with rollout and turn in the message of a type error."""
+    try:
+        return msgspec.convert(columns, into)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        if not message.startswith("rollout "):
+            message = f"{describe_columns(columns)}: {message}"
+        raise ValueError(message) from error
+
+
+@contextmanager
+def usage_errors(context: str) -> Generator[None]:
+    """Raise malformed data as UsageError, with `context` in front."""
+    try:
+        yield
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise UsageError(f"{context}: {error}") from error
