@@ -62,7 +62,7 @@ async def test_an_attempt_given_up_while_its_session_opens_ends_after_it_is_open
             runtime=runtime,
             transport=transport,
             limiter=Unlimited(),
-            asking=Availability("gateway", plan, gateway.version),
+            gateway_calls=Availability("gateway", plan, gateway.version),
         )
         rollout = Rollout(id="r", exp_id="e", group_id="g", task=Task("t", {}))
         running = RunningAttempt(rollout, Attempt("r", 1), 0.0)
@@ -70,7 +70,7 @@ async def test_an_attempt_given_up_while_its_session_opens_ends_after_it_is_open
         launching = asyncio.create_task(launcher.launch(running))
         await gateway.asked.wait()
         failure = Failure(FailureKind.TASK, Reason.RAISED, "cancelled")
-        running.give_up(failure)
+        running.abandon(failure)
         for _ in range(20):
             await asyncio.sleep(0)
         assert not launching.done()

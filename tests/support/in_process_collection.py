@@ -57,7 +57,7 @@ class Bench:
     @asynccontextmanager
     async def conducting(self, **plan: Any) -> AsyncIterator[tuple[RolloutConfig, RolloutRunner]]:
         """Values of the plan, of its deadlines, and parts in place of the usual ones, all by name."""
-        names = ("gateway", "runtime", "transport", "limiter", "ledger", "verifiers")
+        names = ("gateway", "runtime", "transport", "limiter", "run_state", "verifiers")
         parts = {k: plan.pop(k) for k in names if k in plan}
         late = {k: plan.pop(k) for k in list(plan) if k in Deadlines.__struct_fields__}
         deadlines = Deadlines(**{"attempt_timeout_s": 30.0, "upload_timeout_s": 0.5, **late})

@@ -1,10 +1,10 @@
-"""Calls to the gateway or the store: bounded, repeated, and outages told apart.
+"""Retries with back-off for calls to the gateway and the outcome store.
 
-1. Each try is bounded by `call_timeout_s`. Unavailable, Throttled, a broken connection and a try without an
-   answer are repeated, with growing pauses, until `unavailable_timeout_s` have passed.
-2. Then it is decided whose trouble it is. When the part answers others, the error is the caller's own and
-   fails one rollout. When it answers nobody, it is an Outage, which ends the run; the run can be resumed.
-3. A question about many sessions that one of them spoils is asked in parts, without that one.
+1. Each try is limited to `call_timeout_s`. Unavailable, RateLimited, connection errors and timeouts are
+   retried with exponential back-off until `unavailable_timeout_s`.
+2. Then, if the component answers other callers, the error fails one rollout; if it answers nobody, it is an
+   Outage, which ends the run. (`tenacity` and `stamina` keep no state across callers.)
+3. A request about many sessions that one of them breaks is split, and that session is left out.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from afield.types import Failure, FailureKind, Reason
 
 log = logging.getLogger("afield.orchestrator.groups")
 
-BACKOFF_S = (0.2, 5.0)  # between two tries at something that does not answer: at first, at most
+BACKOFF_S = (0.2, 5.0)  # seconds between two tries: first, longest
 T = TypeVar("T")
 I = TypeVar("I")  # noqa: E741  an item of a question about many
 UNANSWERED = (Unavailable, RateLimited, OSError)  # TimeoutError is an OSError
 
 
 class Availability:
-    """One part of a run, asked on behalf of many rollouts. `probe` is a cheap call that concerns none."""
+    """Calls to one component for many rollouts. `probe` is a cheap call that concerns none of them."""
 
     def __init__(self, part: str, config: RolloutConfig, probe: Callable[[], Awaitable[object]]) -> None:
         self._part = part
@@ -40,7 +40,7 @@ class Availability:
         self._failing: Counter[str] = Counter()  # by method, how many callers have no answer now
 
     async def call(self, method: str, call: Callable[[], Awaitable[T]]) -> T:
-        """The answer. Raises what the part answers, Unavailable for this caller alone, or an Outage."""
+        """Call with retries. Raises the component's own error, Unavailable for this caller, or Outage."""
         began = loop_time()
         end = began + self._config.unavailable_timeout_s
         pause_s, longest_s = BACKOFF_S
@@ -59,9 +59,9 @@ class Availability:
                 if not failing:
                     failing = True
                     self._failing[method] += 1
-                    told = "%s, %s: %s; tried again for up to %g s"
+                    message = "%s, %s: %s; tried again for up to %g s"
                     log.warning(
-                        told, self._part, method, describe_error(last), self._config.unavailable_timeout_s
+                        message, self._part, method, describe_error(last), self._config.unavailable_timeout_s
                     )
                 wait_s = (last.retry_after_s if isinstance(last, RateLimited) else None) or pause_s
                 if loop_time() + wait_s > end:
@@ -75,9 +75,9 @@ class Availability:
     async def call_in_batches(
         self, call: Callable[[Sequence[I]], Awaitable[T]], items: Sequence[I], limit_s: float
     ) -> tuple[list[T], list[I]]:
-        """The answers about all items, and the items that no answer comes about.
+        """Call about many items, without retries; returns the answers and the items that have none.
 
-        Nothing is repeated. Raises what the whole question raised when the part answers nothing at all.
+        Raises the error of the whole call if the component does not answer the probe.
         """
         answers: list[T] = []
         spoiled: list[I] = []
@@ -103,7 +103,7 @@ class Availability:
         return answers, spoiled
 
     async def alive(self) -> bool:
-        """Whether the part answers a question that concerns no rollout."""
+        """Whether the component answers the probe."""
         try:
             await self._once(self._probe, self._config.unavailable_timeout_s)
         except UNANSWERED as error:
@@ -125,14 +125,16 @@ class Availability:
             raise Unavailable(f"{self._part} gave no answer within {limit_s:g} s") from error
 
     async def _verdict(self, method: str, began: float, last: Exception) -> Unavailable:
-        """Patience has ended: an Outage, or one caller's own trouble."""
-        told = f"{self._part} did not answer {method} for {loop_time() - began:.0f} s: {describe_error(last)}"
-        own = Unavailable(f"{told}; it answers others")
+        """Outage, or Unavailable if the component answers other callers."""
+        message = (
+            f"{self._part} did not answer {method} for {loop_time() - began:.0f} s: {describe_error(last)}"
+        )
+        own = Unavailable(f"{message}; it answers others")
         if self._answered.get(method, -math.inf) > began:
             return own
         if self._failing[method] == 1 and await self.alive():
             return own
-        return Outage(f"{told}; see that it runs, and go on where it was")
+        return Outage(f"{message}; see that it runs, and go on where it was")
 
 
 def describe_error(error: BaseException) -> str:
@@ -141,7 +143,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def failure_from_error(error: Exception, doing: str, reason: Reason = Reason.RAISED) -> Failure:
-    """The failure of one rollout that an error of a part is; a RolloutFailure says itself whose it is."""
+    """The failure of one rollout for an error; a RolloutFailure keeps its own kind."""
     if isinstance(error, RolloutFailure):
         return error.failure
     text = "".join(traceback.format_exception(error))
@@ -157,18 +159,18 @@ def loop_time() -> float:
 
 
 async def retry_unavailable(ask: Callable[[], Awaitable[T]], unavailable_timeout_s: float) -> T:
-    """Repeat what raises Unavailable until it works, or until patience ends."""
+    """Repeat a call that raises Unavailable, for up to `unavailable_timeout_s`."""
     end = loop_time() + unavailable_timeout_s
     pause_s, longest_s = BACKOFF_S
-    told = False
+    logged = False
     while True:
         try:
             return await ask()
         except Unavailable as error:
             if loop_time() > end:
                 raise
-            if not told:
+            if not logged:
                 log.warning("%s; tried again for up to %g s", error, unavailable_timeout_s)
-                told = True
+                logged = True
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, longest_s)

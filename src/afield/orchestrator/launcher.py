@@ -1,7 +1,7 @@
-"""How an attempt gets to its agent, and how its agent is ended: sessions, payloads, and the limiter's turns.
+"""Launcher: opens the session, builds the payload, launches and stops the agent.
 
-A launch that failed is known at once. A place that takes no more for now is asked again, more slowly,
-and no rollout pays for it.
+Launches and stops wait for the rate limiter. A rate-limited runtime is tried again, more slowly, at no cost
+to the rollout.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Payload = Callable[[RunningAttempt], Awaitable[dict[str, Any]]]
 
 
 class _Refused:
-    """Since when a place has taken no more, for one attempt, and what it said last."""
+    """Since when the runtime has refused one attempt, and its last message."""
 
     def __init__(self) -> None:
         self.since = math.inf
@@ -52,7 +52,7 @@ class _Refused:
 
 
 class Launcher:
-    """`asking` is how the gateway is asked: shared by all who ask it."""
+    """Launches attempts in one runtime. All components share `gateway_calls`."""
 
     def __init__(
         self,
@@ -62,24 +62,24 @@ class Launcher:
         runtime: Runtime,
         transport: Transport,
         limiter: Limiter,
-        asking: Availability,
+        gateway_calls: Availability,
     ) -> None:
         self.config = self._config = config
         self.gateway = self._gateway = gateway
         self.runtime = self._runtime = runtime
-        self.gateway_calls = self._asking = asking
+        self.gateway_calls = self._gateway_calls = gateway_calls
         self._transport = transport
         self._limiter = limiter
-        self._launched = -math.inf  # when the place last took anybody
-        self._refused: set[_Refused] = set()  # whom it takes no more for now
+        self._launched = -math.inf  # time of the last launch that succeeded
+        self._refused: set[_Refused] = set()  # attempts that the runtime refuses now
 
     async def launch(self, running: RunningAttempt, payload: Payload | None = None) -> Failure | None:
-        """None once the agent has its payload; else why it has not."""
+        """Launch an attempt; None once the agent has its payload, else the failure."""
         queue_timeout_s = self._config.deadlines.queue_timeout_s
         end = None if queue_timeout_s is None else loop_time() + queue_timeout_s
         refused = _Refused()
         try:
-            while running.verdict is None:
+            while running.abandon_failure is None:
                 left = None if end is None else end - loop_time()
                 async with running.bounded(left) as queueing, self._limiter.launch_slot():
                     queueing.reschedule(None)
@@ -90,34 +90,34 @@ class Launcher:
                     except RateLimited as error:
                         self._limiter.slow_down(error.retry_after_s)
                         refused.note(error, self._refused)
-                        running.refusal = refused.last
+                        running.throttle_message = refused.last
                 if end is not None and loop_time() >= end:
                     raise TimeoutError
                 if failure := self._refused_alone(refused):
                     return failure
-            return running.verdict
+            return running.abandon_failure
         except TimeoutError:
             late = (
                 f"it was not launched within {queue_timeout_s} s;"
                 " raise queue_timeout_s, or the rate of launches"
             )
-            return running.verdict or infrastructure_failure(late, Reason.LAUNCH)
+            return running.abandon_failure or infrastructure_failure(late, Reason.LAUNCH)
         finally:
             self._refused.discard(refused)
 
     def _refused_alone(self, refused: _Refused) -> Failure | None:
-        """The failure of one that its place refuses for longer than patience while it takes others."""
+        """The failure of an attempt that the runtime keeps refusing while it accepts others."""
         since_s = loop_time() - refused.since
         if since_s <= self._config.unavailable_timeout_s:
             return None
         if self._launched <= refused.since and len(self._refused) > 1:
-            return None  # it takes nobody: that is no rollout's fault
+            return None  # it refuses all attempts: not this one's fault
         return infrastructure_failure(
             f"its place took no more for {since_s:.0f} s: {refused.last}", Reason.LAUNCH
         )
 
     async def _start(self, running: RunningAttempt, make: Payload) -> Failure | None:
-        """Raises Throttled, where the place takes no more for now, and an Outage; nothing else."""
+        """Open the session and launch. Raises RateLimited and Outage; other errors become the failure."""
         try:
             payload = await make(running)
         except Outage:
@@ -125,20 +125,24 @@ class Launcher:
         except WireError as error:
             return Failure(FailureKind.TASK, Reason.LAUNCH, str(error))
         except Exception as error:
-            return running.verdict or failure_from_error(error, "no session was opened for it", Reason.LAUNCH)
-        if running.verdict:
-            return running.verdict
+            return running.abandon_failure or failure_from_error(
+                error, "no session was opened for it", Reason.LAUNCH
+            )
+        if running.abandon_failure:
+            return running.abandon_failure
         launch_timeout_s = self._config.deadlines.launch_timeout_s
-        running.asked = True
+        running.launch_requested = True
         limit: asyncio.Timeout | None = None
         try:
             async with running.bounded(launch_timeout_s) as limit:
-                await self._runtime.launch(running.place, payload)
+                await self._runtime.launch(running.runtime_attempt, payload)
         except (RateLimited, Outage):
             raise
         except Exception as error:
-            if running.verdict or limit is None or not limit.expired():
-                return running.verdict or failure_from_error(error, "it was not launched", Reason.LAUNCH)
+            if running.abandon_failure or limit is None or not limit.expired():
+                return running.abandon_failure or failure_from_error(
+                    error, "it was not launched", Reason.LAUNCH
+                )
             late = (
                 f"the agent had not taken its payload after {launch_timeout_s:g} s;"
                 " raise launch_timeout_s if it may"
@@ -149,15 +153,15 @@ class Launcher:
 
     async def _payload(self, running: RunningAttempt) -> dict[str, Any]:
         role = "judged" if self._config.separate_verifier else "agent"
-        return wire.build_payload(running.waiting.rollout.task, await self.invocation(running, role))
+        return wire.build_payload(running.pending.rollout.task, await self.invocation(running, role))
 
     async def invocation(self, running: RunningAttempt, role: str) -> Invocation:
-        """Who an agent, or a verifier, works for, and with which key. Asking again gives the same."""
-        rollout = running.waiting.rollout
+        """The `_rollout` part of the payload of an agent or verifier. Repeating returns the same."""
+        rollout = running.pending.rollout
         # A request that was sent may be served after the abort that follows, and would leave a session open:
         # the try that is under way ends by itself.
         grace_s = min(OPEN_GRACE_S, self._config.call_timeout_s)
-        ticket = await self._asking.call(
+        ticket = await self._gateway_calls.call(
             "open", lambda: shield_and_wait(self._gateway.open(self._spec(running)), grace_s)
         )
         where = self._transport.address(rollout.exp_id)
@@ -165,7 +169,7 @@ class Launcher:
             where = {"outcome_url": f"{ticket.base_url}/outcome"}
         return wire.invocation_for(
             rollout,
-            running.place,
+            running.runtime_attempt,
             base_url=ticket.base_url,
             api_key=(ticket.verifier_key or "") if role == "verifier" else ticket.api_key,
             model_id=self._config.model_id,
@@ -176,7 +180,7 @@ class Launcher:
         )
 
     def _spec(self, running: RunningAttempt) -> SessionSpec:
-        rollout, attempt, draw = running.waiting.rollout, running.waiting.attempt, running.draw
+        rollout, attempt, draw = running.pending.rollout, running.pending.attempt, running.draw
         return SessionSpec(
             id=attempt.session_id,
             rollout_id=rollout.id,
@@ -195,17 +199,19 @@ class Launcher:
         )
 
     async def stop(self, attempt: Attempt) -> None:
-        """End an agent wherever it runs; one that cannot be ended is told of in the log."""
+        """Stop an agent; a stop that fails is logged."""
         try:
             await self._stop(attempt)
         except TimeoutError:
             teardown_timeout_s = self._config.deadlines.teardown_timeout_s
-            log.warning("%s could not be stopped in %g s", attempt.session_id, teardown_timeout_s)
+            log.warning(
+                "attempt %s: not stopped within teardown_timeout_s=%g", attempt.session_id, teardown_timeout_s
+            )
         except Exception as error:
-            log.warning("%s could not be stopped: %s", attempt.session_id, describe_error(error))
+            log.warning("attempt %s: not stopped: %s", attempt.session_id, describe_error(error))
 
     async def _stop(self, attempt: Attempt) -> None:
-        """Waiting for its turn does not count against the deadline."""
+        """The deadline does not include the wait for the rate limiter."""
         end = loop_time() + self._config.unavailable_timeout_s
         while True:
             async with self._limiter.call_slot(), asyncio.timeout(self._config.deadlines.teardown_timeout_s):
@@ -218,7 +224,7 @@ class Launcher:
 
 
 async def shield_and_wait(work: Coroutine[Any, Any, T], limit_s: float) -> T:
-    """Await work that has `limit_s` to end by itself when the caller is cancelled."""
+    """Await work; when the caller is cancelled, the work has `limit_s` to end by itself."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)

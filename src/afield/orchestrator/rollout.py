@@ -1,11 +1,12 @@
-"""One rollout, from its first attempt to the outcome that stands.
+"""One rollout: attempts with retries until an outcome counts, then the rollout store.
 
-A failure of a task, a verifier or the infrastructure is tried again within its budget, in a fresh
-session; a policy failure is an outcome like any other. What is finished goes to the rollout_store and leaves
-memory. After a crash the same call goes on: finished rollouts are not run again, and an attempt that
-was under way is resumed. How an attempt comes to its outcome is the business of `decide`. What goes wrong
-with one rollout ends this rollout, with a failure that says what it was; only an Outage, or a run_state or a
-rollout_store that cannot be written, ends them all.
+1. Failures of task, verifier and infrastructure are retried within their budgets, each in a fresh session.
+   A policy failure is an outcome like any other.
+2. The session of the attempt that counts is finalized; its record goes to the rollout store.
+3. After a crash the same call continues: finished rollouts are not run again, running attempts are resumed.
+
+An error about one rollout ends that rollout with a failure. Only an Outage, or a run state or rollout store
+that cannot be written, ends the run.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ T = TypeVar("T")
 
 
 class RolloutRunner:
-    """`async with` listens to hints, sweeps the store and watches the sessions; used from one event loop."""
+    """Runs rollouts with their retries. Used in `async with`, from one event loop."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class RolloutRunner:
         return self
 
     async def __aexit__(self, *exc: Any) -> None:
-        """What still runs is left undecided: another conductor of the same run_state goes on with it."""
+        """Rollouts that still run stay undecided: the next process with this run state resumes them."""
         try:
             if exc[0] is None:
                 await self._attempt_runner.wait_for_teardown()
@@ -95,7 +96,7 @@ class RolloutRunner:
 
     @property
     def has_room(self) -> bool:
-        """Whether another rollout would begin at once."""
+        """Whether another rollout would start at once."""
         return len(self._runs) < self._config.concurrency
 
     async def run(self, rollout: Rollout) -> RolloutSummary:
@@ -103,7 +104,7 @@ class RolloutRunner:
         return await asyncio.shield(self.start(rollout))
 
     def start(self, rollout: Rollout) -> asyncio.Task[RolloutSummary]:
-        """The same, under way. The task is the conductor's: `cancel` ends the rollout, not `Task.cancel`."""
+        """Start a rollout; `RolloutRunner.cancel` ends it, not `Task.cancel`."""
         task = self._runs.get(rollout.id)
         if task is None:
             work = self._run(rollout)
@@ -115,51 +116,51 @@ class RolloutRunner:
             task.add_done_callback(lambda _: self._runs.pop(rollout.id, None))
         return task
 
-    def cancel(self, rollout_id: str, why: str, reason: Reason = Reason.CANCELLED) -> None:
-        """End a rollout that runs or waits; `run` ends with this failure, and nothing is tried again.
+    def cancel(self, rollout_id: str, message: str, reason: Reason = Reason.CANCELLED) -> None:
+        """End a rollout that runs or waits; `run` ends with this failure, and nothing is records again.
 
         One that has ended, or whose outcome is in the store already, keeps its outcome.
         """
         if rollout_id not in self._runs:
             return
-        self._attempt_runner.cancel(rollout_id, infrastructure_failure(why, reason))
+        self._attempt_runner.cancel(rollout_id, infrastructure_failure(message, reason))
         queueing = self._queued.pop(rollout_id, None)
         if queueing and not queueing.expired():
             queueing.reschedule(loop_time())
 
     async def _run(self, rollout: Rollout) -> RolloutSummary:
-        born = loop_time()
+        started_at = loop_time()
         try:
-            if note := await self._known(rollout):
-                return note
-            entered = await self._enters(rollout.id)
+            if summary := await self._finished_before(rollout):
+                return summary
+            entered = await self._acquire_slot(rollout.id)
             try:
-                return await self._until_it_counts(rollout, born)
+                return await self._run_attempts(rollout, started_at)
             except Unavailable:
                 raise
             except Exception as error:
-                return await self._unexpected(rollout, error)
+                return await self._fail_unexpected(rollout, error)
             finally:
                 if entered:
                     self._slots.release()
         finally:
             self._attempt_runner.cancelled.pop(rollout.id, None)
 
-    async def _known(self, rollout: Rollout) -> RolloutSummary | None:
-        """How it ended, if it has; what is not in the rollout_store any more the gateway gives again."""
-        note = await asyncio.to_thread(self._run_state.rollout_summary, rollout.id)
-        if note is None or self._rollout_store.holds(rollout.id):
-            return note
-        outcome, record = await self._recorded(rollout, note.outcome)
-        if outcome is not note.outcome:
+    async def _finished_before(self, rollout: Rollout) -> RolloutSummary | None:
+        """Summary of a rollout that ended before; its data come from the gateway if the store lost them."""
+        summary = await asyncio.to_thread(self._run_state.rollout_summary, rollout.id)
+        if summary is None or self._rollout_store.holds(rollout.id):
+            return summary
+        outcome, record = await self._finalize(rollout, summary.outcome)
+        if outcome is not summary.outcome:
             await asyncio.to_thread(
                 self._run_state.forget_rollout, rollout.id
             )  # nothing is left of what it sampled
             return None
-        return await self._patiently(lambda: self._keep(rollout, outcome, record, note.attempts))
+        return await self._retry_unavailable(lambda: self._store(rollout, outcome, record, summary.attempts))
 
-    async def _enters(self, rollout_id: str) -> bool:
-        """Whether there was a place; without one it is cancelled."""
+    async def _acquire_slot(self, rollout_id: str) -> bool:
+        """Wait for a concurrency slot; False if the rollout was cancelled or timed out."""
         queue_timeout_s, others = self._config.deadlines.queue_timeout_s, self._config.concurrency
         try:
             async with asyncio.timeout(queue_timeout_s) as queueing:
@@ -167,31 +168,35 @@ class RolloutRunner:
                     self._queued[rollout_id] = queueing
                     return await self._slots.acquire()
         except TimeoutError:
-            told = (
+            message = (
                 f"waited {queue_timeout_s} s for a concurrency slot beside {others} other rollouts;"
                 " raise concurrency or queue_timeout_s"
             )
-            self._attempt_runner.cancelled.setdefault(rollout_id, infrastructure_failure(told, Reason.LAUNCH))
+            self._attempt_runner.cancelled.setdefault(
+                rollout_id, infrastructure_failure(message, Reason.LAUNCH)
+            )
         finally:
             self._queued.pop(rollout_id, None)
         return False
 
-    async def _until_it_counts(self, rollout: Rollout, born: float) -> RolloutSummary:
-        """Attempts until one has an outcome that stands, or a budget of retries is used up."""
-        tried = await asyncio.to_thread(self._run_state.attempts, rollout.id)
-        spent = Counter(t.failure.kind for t in tried if t.failure)
-        n = len(tried)
-        undecided = tried[-1] if tried and tried[-1].failure is None else None
-        outcome = await self._attempt_runner.resume(rollout, undecided, born) if undecided else None
+    async def _run_attempts(self, rollout: Rollout, started_at: float) -> RolloutSummary:
+        """Run attempts until one counts or the retry budget is used up."""
+        records = await asyncio.to_thread(self._run_state.attempts, rollout.id)
+        failures = Counter(t.failure.kind for t in records if t.failure)
+        n = len(records)
+        undecided = records[-1] if records and records[-1].failure is None else None
+        outcome = await self._attempt_runner.resume(rollout, undecided, started_at) if undecided else None
         while True:
             if outcome is None:
                 n += 1
-                outcome = await self._attempt_runner.run(rollout, Attempt(rollout.id, n), born)
+                outcome = await self._attempt_runner.run(rollout, Attempt(rollout.id, n), started_at)
             if outcome.failure is not None:
                 await self._check_supported(rollout, outcome)
-            if not self._will_retry(rollout, outcome, spent, born):
-                kept, record = await self._recorded(rollout, outcome)
-                again = kept is not outcome and self._will_retry(rollout, kept, spent, born, graded=False)
+            if not self._will_retry(rollout, outcome, failures, started_at):
+                kept, record = await self._finalize(rollout, outcome)
+                again = kept is not outcome and self._will_retry(
+                    rollout, kept, failures, started_at, graded=False
+                )
                 if not again:
                     return await self._end(rollout, kept, record, n)
                 outcome = kept
@@ -203,23 +208,23 @@ class RolloutRunner:
             outcome = None
 
     async def _check_supported(self, rollout: Rollout, outcome: Outcome) -> None:
-        """Ends the run where no other attempt, of this rollout or another, could end otherwise."""
-        if why := await self._attempt_runner.unsupported_reason(Attempt(rollout.id, outcome.attempt)):
-            told = f"{rollout.id} was refused by the gateway, as every other rollout would be: {why}"
+        """End the run if the model cannot serve this agent, whatever the task."""
+        if message := await self._attempt_runner.unsupported_reason(Attempt(rollout.id, outcome.attempt)):
+            message = f"{rollout.id} was refused by the gateway, as every other rollout would be: {message}"
             # A task of its own: it is not this rollout's failure, and nothing is noted of it.
-            self._tasks.create_task(_ending(UsageError(told)))
+            self._tasks.create_task(_ending(UsageError(message)))
             await asyncio.Event().wait()  # until the run has ended
 
     def _will_retry(
         self,
         rollout: Rollout,
         outcome: Outcome,
-        spent: Counter[FailureKind],
-        born: float,
+        failures: Counter[FailureKind],
+        started_at: float,
         *,
         graded: bool = True,
     ) -> bool:
-        """Who is judged does not run again because its verifiers failed: `judge` gave them their chances."""
+        """Count a failure and return whether to retry; `VerifierRunner` retries verifiers itself."""
         if rollout.id in self._attempt_runner.cancelled:
             return False
         if outcome.failure is None or outcome.failure.kind not in RETRIED:
@@ -229,30 +234,27 @@ class RolloutRunner:
         if graded and self._config.separate_verifier and outcome.failure.kind is FailureKind.VERIFIER:
             return False
         rollout_timeout_s = self._config.deadlines.rollout_timeout_s
-        if rollout_timeout_s is not None and loop_time() - born > rollout_timeout_s:
+        if rollout_timeout_s is not None and loop_time() - started_at > rollout_timeout_s:
             return False
         kind = outcome.failure.kind
-        spent[kind] += 1
-        return spent[kind] <= self._config.retries.get(kind, 0)
+        failures[kind] += 1
+        return failures[kind] <= self._config.retries.get(kind, 0)
 
     async def _end(self, rollout: Rollout, outcome: Outcome, record: SessionRecord, n: int) -> RolloutSummary:
-        note = await self._patiently(lambda: self._keep(rollout, outcome, record, n))
-        await asyncio.to_thread(self._run_state.finish_rollout, rollout.id, note)
-        self._observer.attempt_ended(rollout, note.outcome, False)
-        return note
+        summary = await self._retry_unavailable(lambda: self._store(rollout, outcome, record, n))
+        await asyncio.to_thread(self._run_state.finish_rollout, rollout.id, summary)
+        self._observer.attempt_ended(rollout, summary.outcome, False)
+        return summary
 
-    async def _unexpected(self, rollout: Rollout, error: Exception) -> RolloutSummary:
-        """What nobody thought of went wrong with one rollout: that is its failure, and says where."""
-        log.error(
-            "%s failed in a way that nothing foresees: %s", rollout.id, describe_error(error), exc_info=error
-        )
+    async def _fail_unexpected(self, rollout: Rollout, error: Exception) -> RolloutSummary:
+        """End one rollout with an unexpected error as its failure."""
+        log.error("rollout %s: unexpected error: %s", rollout.id, describe_error(error), exc_info=error)
         n = max(1, len(await asyncio.to_thread(self._run_state.attempts, rollout.id)))
         outcome = wire.failed(rollout.id, n, failure_from_error(error, "it was given up"))
         return await self._end(rollout, outcome, SessionRecord(trajectories=(), excluded=()), n)
 
-    async def _recorded(self, rollout: Rollout, outcome: Outcome) -> tuple[Outcome, SessionRecord]:
-        """What its session sampled. A reward for a session that is gone, or cannot be read, is none; nor is
-        one that nothing can be trained with."""
+    async def _finalize(self, rollout: Rollout, outcome: Outcome) -> tuple[Outcome, SessionRecord]:
+        """Finalize the session; a reward becomes a failure if its record is lost or unusable."""
         session_id = outcome.session_id
         try:
             record = await self._attempt_runner.gateway_calls.call(
@@ -266,26 +268,26 @@ class RolloutRunner:
                 outcome = wire.failed(outcome.rollout_id, outcome.attempt, lost)
             return outcome, SessionRecord(trajectories=(), excluded=())
         names = self._config.rewards if rollout.split is Split.TRAIN else ()
-        outcome = self._sampled(outcome, record)
+        outcome = self._check_turns(outcome, record)
         return validated_outcome(
             rollout_result(rollout, outcome, record, 1), names, self._config.max_reward
         ), record
 
-    def _sampled(self, outcome: Outcome, record: SessionRecord) -> Outcome:
-        """A reward that nothing was sampled for trains nothing, and would still move its group's baseline."""
+    def _check_turns(self, outcome: Outcome, record: SessionRecord) -> Outcome:
+        """Apply `no_turns`: a reward without model calls trains nothing but shifts the group's baseline."""
         if outcome.reward is None or record.turns:
             return outcome
-        told = f"{outcome.session_id} has the reward {outcome.reward:g} and made no model call"
+        message = f"{outcome.session_id} has the reward {outcome.reward:g} and made no model call"
         if self._config.no_turns == "flag":
-            log.warning("%s through its gateway", told)
+            log.warning("%s through its gateway", message)
             return outcome
-        failure = Failure(FailureKind.TASK, Reason.REWARD, f"{told}: nothing can be trained with it")
+        failure = Failure(FailureKind.TASK, Reason.REWARD, f"{message}: nothing can be trained with it")
         return wire.failed(outcome.rollout_id, outcome.attempt, failure)
 
-    async def _keep(
+    async def _store(
         self, rollout: Rollout, outcome: Outcome, record: SessionRecord, n: int
     ) -> RolloutSummary:
-        """Everything there is of a rollout, to the rollout_store."""
+        """Write the result to the rollout store and return its summary."""
         finished = rollout_result(rollout, outcome, record, n)
         await asyncio.to_thread(self._rollout_store.put, finished)
         self._observer.rollout_finished(finished)
@@ -298,12 +300,12 @@ class RolloutRunner:
             max((s.high for s in spans), default=None),
         )
 
-    async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
+    async def _retry_unavailable(self, ask: Callable[[], Awaitable[T]]) -> T:
         return await retry_unavailable(ask, self._config.unavailable_timeout_s)
 
 
 async def _ending(error: Exception) -> None:
-    """A task that ends the group it belongs to."""
+    """Raise in a task of its own, which ends its task group."""
     raise error
 
 

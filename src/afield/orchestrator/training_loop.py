@@ -145,15 +145,15 @@ class TrainingLoop:
         """From wherever the run directory says we are, to the last step."""
         state = await asyncio.to_thread(self._restore)
         await self._begin(state)
-        barren = 0
+        steps_without_reward = 0
         for step in range(state.step + 1, self._window.steps + 1):
             batch = await self._step(step)
             rewarded = any(f.outcome.reward_or_floor(0.0) is not None for f in batch.finished)
-            barren = 0 if rewarded else barren + 1
-            if barren == MAX_STEPS_WITHOUT_REWARD:
-                often = most_common_failure(batch.finished)
+            steps_without_reward = 0 if rewarded else steps_without_reward + 1
+            if steps_without_reward == MAX_STEPS_WITHOUT_REWARD:
+                failure = most_common_failure(batch.finished)
                 raise NoRewards(
-                    f"{MAX_STEPS_WITHOUT_REWARD} steps without a single reward; most often: {often}"
+                    f"{MAX_STEPS_WITHOUT_REWARD} steps without a single reward; most failure: {failure}"
                 )
             del batch  # or it would be held while the next one is read
 
@@ -161,7 +161,7 @@ class TrainingLoop:
         """Publish the weights we are at. A gateway that served another run counts on from there."""
         async with self._bounded("say which weights it serves"):
             served = await self._gateway.version()
-        await asyncio.to_thread(self._number, state, served)
+        await asyncio.to_thread(self._choose_base_version, state, served)
         await self._publish(state.step, await asyncio.to_thread(self._version_of, state.step))
 
     @asynccontextmanager
@@ -173,10 +173,10 @@ class TrainingLoop:
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            told = f"the gateway did not {what} within {self._config.publish_timeout_s:g} s"
-            raise Unavailable(f"{told}; see that it runs, then go on with --resume") from error
+            message = f"the gateway did not {what} within {self._config.publish_timeout_s:g} s"
+            raise Unavailable(f"{message}; see that it runs, then go on with --resume") from error
 
-    def _number(self, state: StepState, served: int) -> None:
+    def _choose_base_version(self, state: StepState, served: int) -> None:
         if self._run_state.base_version is None:
             self._run_state.base_version = served + 1 if served else 0
         elif served > self._version_of(state.step):
@@ -193,16 +193,16 @@ class TrainingLoop:
                 break
             except DamagedFile as error:
                 self._run.quarantine(state.step, str(error))
-        self._return_to_spool(state.step if state else 0)
+        self._restore_rollouts(state.step if state else 0)
         self._run.rewind(state)
         self._run_state.rewind(state.step if state else 0)
         if state is None:
             return StepState(0, 0, (), {})
         self._run_state.finish_step(state.step, state.groups, state.trained_rollouts)
-        self._drop(state.groups)  # unless it was killed before it could
+        self._remove_rollouts(state.groups)  # unless it was killed before it could
         return state
 
-    def _return_to_spool(self, done: int) -> None:
+    def _restore_rollouts(self, done: int) -> None:
         """Rollouts of steps whose checkpoint is lost are trained again, from the files of those steps."""
         for step in self._run.steps():
             if step > done:
@@ -213,7 +213,7 @@ class TrainingLoop:
     async def _step(self, step: int) -> StepBatch:
         clock = asyncio.get_running_loop().time
         began = clock()
-        batch = await asyncio.to_thread(self._read, await self._chosen(step))
+        batch = await asyncio.to_thread(self._read, await self._wait_for_groups(step))
         collected = clock()
         report = StepReport(rollouts=0, tokens=0)
         if batch.usable:
@@ -228,13 +228,13 @@ class TrainingLoop:
         try:
             line = await asyncio.to_thread(self._checkpoint, line, batch)
         except OSError as error:
-            told = f"step {step} cannot be written to {self._run.path}: {error}"
-            raise Unavailable(f"{told}; make room, then go on with --resume") from error
+            message = f"step {step} cannot be written to {self._run.path}: {error}"
+            raise Unavailable(f"{message}; make room, then go on with --resume") from error
         await self._publish(step, line.version)
         self._on_step(line)
         return batch
 
-    async def _chosen(self, step: int) -> list[PendingGroup]:
+    async def _wait_for_groups(self, step: int) -> list[PendingGroup]:
         while (
             chosen := self._window.choose(step, await asyncio.to_thread(self._run_state.pending_groups))
         ) is None:
@@ -295,7 +295,7 @@ class TrainingLoop:
         rename_whole(partial, final, durable=self._run.durable)
         self._run_state.finish_step(step, groups, trained)
         self._run.append_metrics(state.metrics)
-        self._drop(groups)
+        self._remove_rollouts(groups)
         config = self._config
         self._run.prune(keep_checkpoints=config.keep_checkpoints, keep_weights=config.keep_weights)
         self._prune_rollouts()
@@ -316,10 +316,10 @@ class TrainingLoop:
         least = config.keep_checkpoints + 1
         removed = self._run.prune_rollouts(int(config.keep_rollouts_gb * 1e9), keep_steps=least)
         if removed:
-            told = "rollouts of steps %s were removed: rollouts/ is above keep_rollouts_gb = %g"
-            log.warning(told, ", ".join(map(str, removed)), config.keep_rollouts_gb)
+            message = "rollouts of steps %s were removed: rollouts/ is above keep_rollouts_gb = %g"
+            log.warning(message, ", ".join(map(str, removed)), config.keep_rollouts_gb)
 
-    def _drop(self, group_ids: Sequence[str]) -> None:
+    def _remove_rollouts(self, group_ids: Sequence[str]) -> None:
         for group_id in group_ids:
             members, baseline = self._run_state.group_members(group_id)
             for rollout_id in (*members, *([baseline] if baseline else [])):
@@ -332,9 +332,9 @@ class TrainingLoop:
         async with self._bounded(f"serve version {version}"):
             await self._gateway.publish(Policy(self._config.policy, version), str(path))
         self._version = version
-        await asyncio.to_thread(self._done, step)
+        await asyncio.to_thread(self._mark_published, step)
 
-    def _done(self, step: int) -> None:
+    def _mark_published(self, step: int) -> None:
         self._run_state.published_step = step
 
 
@@ -416,18 +416,18 @@ def token_account(batch: StepBatch, report: StepReport) -> TokenAccount:
 
 def mean_metrics(finished: Sequence[RolloutResult]) -> dict[str, float]:
     """What agents reported beside their rewards, each averaged over those that did."""
-    told: dict[str, list[float]] = {}
+    message: dict[str, list[float]] = {}
     for one in finished:
         for name, value in one.outcome.metrics.items():
-            told.setdefault(name, []).append(value)
+            message.setdefault(name, []).append(value)
     # Divided first: the sum of numbers near the largest float would be infinite.
-    return {name: math.fsum(v / len(values) for v in values) for name, values in told.items()}
+    return {name: math.fsum(v / len(values) for v in values) for name, values in message.items()}
 
 
 def most_common_failure(finished: Sequence[RolloutResult]) -> str:
     failures = [f.outcome.failure for f in finished if f.outcome.failure]
-    told = Counter(f"{f.kind}/{f.reason}: {f.message}" for f in failures)
-    return told.most_common(1)[0][0] if told else "no failure at all"
+    message = Counter(f"{f.kind}/{f.reason}: {f.message}" for f in failures)
+    return message.most_common(1)[0][0] if message else "no failure at all"
 
 
 def _tool_calls(finished: RolloutResult) -> int:

@@ -1,9 +1,8 @@
-"""Grading in a place of its own: what an agent handed in goes to a verifier that the agent never meets.
+"""Verifier runner: grades an agent's submission in a separate runtime.
 
-The agent's place is gone before the verifier starts, and the verifier's key is the only one that may
-give the session a reward. What it says goes to the store as any outcome does. A verifier that breaks is
-followed by another: the agent does not run again for it. When the last one breaks, that is a failure of
-its own kind, never a reward.
+The agent is stopped before its verifier starts, and only the verifier's key may give the session a reward.
+Its verdict reaches the store as any outcome does. A verifier that fails is followed by another one, without
+running the agent again; when the last one fails, the attempt ends with a verifier failure.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from afield.types import Attempt, Failure, FailureKind, Reason
 from afield.wire import Submission
 
 log = logging.getLogger("afield.orchestrator.groups")
-APART = 1_000  # between the numbers of an attempt's verifiers; no rollout has so many attempts
+APART = 1_000  # distance between the attempt numbers of verifiers; no rollout has so many attempts
 LOOK_S = 0.25
 
 
 class VerifierRunner:
-    """`agents` launches and ends the judged, `verifiers` those who judge; each in a runtime of its own."""
+    """Grades submissions. `agents` and `verifiers` launch in their own runtimes."""
 
     def __init__(self, agents: Launcher, verifiers: Launcher) -> None:
         self._agents = agents
         self._verifiers = verifiers
 
     async def submission(self, running: RunningAttempt) -> Submission | None:
-        """What the agent has handed in, once there is a sign that it is done."""
+        """The agent's submission, once its session is completed or its process has ended."""
         if running.exit is None and running.progress.completed_at is None:
             return None
         gateway = self._agents.gateway
@@ -42,14 +41,13 @@ class VerifierRunner:
         )
 
     async def grade(self, running: RunningAttempt, submission: Submission) -> Failure | None:
-        """Until a verifier has graded; why none could, or None: then its verdict is on its way.
+        """Run verifiers until one gives a verdict (None), or return the failure of the last one.
 
-        One that raises, dies, hangs or says nothing is followed by another, as often as the plan has it: what
-        was sampled and handed in is as good as before.
+        A verifier that raises, dies, hangs or gives no verdict is followed by another, up to `max_verdicts`.
         """
         left = running.exit
         if left is None or left.failure or left.lingers:
-            await self._agents.stop(running.waiting.attempt)
+            await self._agents.stop(running.pending.attempt)
         most = self._agents.config.max_verdicts
         first = min(most, 1 + len((await self._state(running)).failed_verdicts))
         failure = None
@@ -57,16 +55,18 @@ class VerifierRunner:
             failure = await self._once(running, submission, n)
             if failure is None:
                 return None
-            log.warning("%s, verifier %d of at most %d: %s", running.session_id, n, most, failure.message)
-            if n < most and running.judge:
-                await self.stop(running.judge)
+            log.warning(
+                "attempt %s: verifier %d of %d failed: %s", running.session_id, n, most, failure.message
+            )
+            if n < most and running.verifier_attempt:
+                await self.stop(running.verifier_attempt)
         return failure
 
     async def _once(self, running: RunningAttempt, submission: Submission, n: int) -> Failure | None:
-        rollout, attempt = running.waiting.rollout, running.waiting.attempt
+        rollout, attempt = running.pending.rollout, running.pending.attempt
         grading = RunningAttempt(rollout, attempt, loop_time(), place=_name(attempt, n))
         grading.draw = running.draw
-        running.judge = grading.place
+        running.verifier_attempt = grading.runtime_attempt
         before = len((await self._state(running)).failed_verdicts)
 
         async def payload(grading: RunningAttempt) -> dict[str, Any]:
@@ -82,31 +82,35 @@ class VerifierRunner:
                     return _verifiers(failure)
                 return await self._verdict(running, before)
         except TimeoutError:
-            told = f"no verdict in {verifier_timeout_s:g} s after the agent had handed in"
-            if grading.refusal and not grading.launched:
-                told += f"; its place took no more: {grading.refusal}"
-            return Failure(FailureKind.VERIFIER, Reason.TIMEOUT, told)
+            message = f"no verdict in {verifier_timeout_s:g} s after the agent had handed in"
+            if grading.throttle_message and not grading.launched:
+                message += f"; its place took no more: {grading.throttle_message}"
+            return Failure(FailureKind.VERIFIER, Reason.TIMEOUT, message)
 
     async def _ended(self, running: RunningAttempt, grading: RunningAttempt, before: int) -> Failure | None:
-        """Until the verifier has ended, or has spoken; what broke its place, if something did.
+        """Wait until the verifier has ended or given a verdict; returns the failure of its process.
 
-        A place that cannot say is asked again: the verifier may be at work all the same.
+        A runtime that cannot report the end is asked again: the verifier may still run.
         """
         unknown = ""
         while True:
             try:
-                return (await self._verifiers.runtime.wait(grading.place)).failure
+                return (await self._verifiers.runtime.wait(grading.runtime_attempt)).failure
             except Exception as error:
                 if not unknown:
                     unknown = describe_error(error)
-                    log.warning("%s: the end of its verifier is not told: %s", running.session_id, unknown)
+                    log.warning(
+                        "%s: the runtime cannot report the end of its verifier: %s",
+                        running.session_id,
+                        unknown,
+                    )
             state = await self._state(running)
             if state.graded or len(state.failed_verdicts) > before:
                 return None
             await asyncio.sleep(LOOK_S)
 
     async def _verdict(self, running: RunningAttempt, before: int) -> Failure | None:
-        """What became of a verifier that has ended; None when it has graded."""
+        """The failure of a verifier that has ended; None if it gave a verdict."""
         upload_timeout_s = self._agents.config.deadlines.upload_timeout_s
         end = loop_time() + upload_timeout_s
         while True:
@@ -116,11 +120,11 @@ class VerifierRunner:
             if len(state.failed_verdicts) > before:
                 return _verifiers(state.failed_verdicts[-1])
             if loop_time() > end:
-                told = (
+                message = (
                     f"the verifier ended without a verdict; none came within {upload_timeout_s:g} s"
                     " (upload_timeout_s)"
                 )
-                return Failure(FailureKind.VERIFIER, Reason.TIMEOUT, told)
+                return Failure(FailureKind.VERIFIER, Reason.TIMEOUT, message)
             await asyncio.sleep(min(LOOK_S, upload_timeout_s / 4))
 
     async def _state(self, running: RunningAttempt) -> SessionState:
@@ -132,7 +136,7 @@ class VerifierRunner:
 
 
 def _name(attempt: Attempt, n: int) -> Attempt:
-    """What a place is told to launch twice it launches once: every verifier has a name of its own."""
+    """Runtimes launch a name once, so every verifier has its own."""
     return Attempt(attempt.rollout_id, attempt.n + APART * (n - 1))
 
 

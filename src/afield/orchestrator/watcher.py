@@ -1,8 +1,10 @@
-"""How it is noticed that something happened to an attempt: hints, sweeps, and a look at the sessions.
+"""Attempt watcher: detects outcomes and dead agents from hints, sweeps and sessions.
 
-A hint tells of a decision at once; a sweep finds those whose hints were lost; the gateway's view of the
-sessions reveals agents that are dead, silent or late. All three only wake whoever waits: what is true
-is read from the store.
+1. Hints from the queue announce a decision at once.
+2. Sweeps of the store find decisions whose hints were lost.
+3. The gateway's session states show agents that are dead, silent or over a deadline.
+
+All three only wake the task that waits for an attempt; that task reads the decision from the store.
 """
 
 from __future__ import annotations
@@ -24,33 +26,41 @@ from afield.wire import OutcomeRecord
 log = logging.getLogger("afield.orchestrator.groups")
 
 HINT_WAIT_S = 1.0
-AT_A_LOOK = 5_000  # sessions in one question to the gateway
-LOOKS = 10  # a gateway that has not answered when so many looks are due is silent
-SWEEPING = 0.8  # of the sweep interval is slept; what it takes to look and to read is within it
-APART_S = 60.0  # a session that spoils the answer about all others is left out for so long
+AT_A_LOOK = 5_000  # sessions per request for states
+LOOKS = 10  # watch intervals after which a request for states is abandoned
+SWEEPING = 0.8  # share of the poll interval that is slept; the rest is for the sweep itself
+APART_S = 60.0  # seconds for which a session that breaks requests about many is left out
 
 
 class RunningAttempt:
-    """An attempt that is under way. `news` is set whenever there is a reason to look at it again.
+    """State of an attempt in this process."""
 
-    `place` is the name that its runtime knows it by.
-    """
-
-    def __init__(self, rollout: Rollout, attempt: Attempt, born: float, place: Attempt | None = None) -> None:
-        self.waiting = PendingAttempt(rollout, attempt)
-        self.place = place or attempt
-        self.progress = Progress(rollout_started_at=born)
-        self.news = asyncio.Event()
+    def __init__(
+        self, rollout: Rollout, attempt: Attempt, rollout_started_at: float, place: Attempt | None = None
+    ) -> None:
+        self.pending = PendingAttempt(rollout, attempt)
+        self.runtime_attempt = place or attempt
+        """Name of the attempt in its runtime; verifiers have one of their own."""
+        self.progress = Progress(rollout_started_at=rollout_started_at)
+        self.changed = asyncio.Event()
+        """Set whenever the attempt should be examined again."""
         self.exit: Exit | None = None
-        self.asked = False  # the runtime, to launch it
-        self.judge: Attempt | None = None  # the name of the verifier that was launched for it
-        self.verdict: Failure | None = None
-        self.stands: OutcomeRecord | Fence | None = None  # what was read from the store
-        self.excused_s = 0.0  # in which the gateway could not be asked about it alone
-        self.unreadable = ""  # why what the store has of it cannot be read
-        self.refusal = ""  # what its place said when it took no more
-        self.unknown = ""  # why its runtime cannot tell its end, if it cannot
+        self.launch_requested = False
+        self.verifier_attempt: Attempt | None = None
+        self.abandon_failure: Failure | None = None
+        """Why the attempt is abandoned: a deadline or a cancellation."""
+        self.decision: OutcomeRecord | Fence | None = None
+        """The committed outcome or fence, once it was read from the store."""
+        self.excused_s = 0.0
+        """Seconds for which the gateway reported no state of this session alone."""
+        self.decision_error = ""
+        """Why the stored outcome cannot be read."""
+        self.throttle_message = ""
+        """Last message of a rate-limited runtime."""
+        self.wait_error = ""
+        """Why the runtime cannot report the end."""
         self.draw = attempt.session_id
+        """Name of the random numbers, see `SessionSpec.draw`."""
         self._limit: asyncio.Timeout | None = None
 
     @property
@@ -59,17 +69,17 @@ class RunningAttempt:
 
     @property
     def session_id(self) -> str:
-        return self.waiting.attempt.session_id
+        return self.pending.attempt.session_id
 
-    def give_up(self, failure: Failure) -> None:
-        self.verdict = self.verdict or failure
-        self.news.set()
+    def abandon(self, failure: Failure) -> None:
+        self.abandon_failure = self.abandon_failure or failure
+        self.changed.set()
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time())
 
     @asynccontextmanager
     async def bounded(self, seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
-        """`asyncio.timeout` that giving the attempt up cuts short."""
+        """`asyncio.timeout` that `abandon` cuts short."""
         async with asyncio.timeout(seconds) as limit:
             outer, self._limit = self._limit, limit
             try:
@@ -79,10 +89,7 @@ class RunningAttempt:
 
 
 class AttemptWatcher:
-    """The attempts that run, by session id, and the hints that were acted on.
-
-    `asking` and `storing` are how the gateway and the store are asked: shared by all who ask them.
-    """
+    """Watches all running attempts (`running`, by session id) of one run."""
 
     def __init__(
         self,
@@ -92,16 +99,16 @@ class AttemptWatcher:
         runtime: Runtime,
         transport: Transport,
         run_state: RunState,
-        asking: Availability,
-        storing: Availability,
+        gateway_calls: Availability,
+        store_calls: Availability,
     ) -> None:
         self._config = config
         self._gateway = gateway
         self._runtime = runtime
         self._transport = transport
         self._run_state = run_state
-        self._asking = asking
-        self._storing = storing
+        self._gateway_calls = gateway_calls
+        self._store_calls = store_calls
         self._apart: dict[tuple[str, str], float] = {}  # what is not asked about a session, and until when
         self.running: dict[str, RunningAttempt] = {}
         self.used: list[Attempt] = []
@@ -110,15 +117,15 @@ class AttemptWatcher:
         self._silent_since: float | None = None  # the gateway
 
     def chores(self) -> tuple[Coroutine[None, None, None], ...]:
-        """To be run for as long as anything is waited for."""
+        """The three background tasks of the watcher."""
         return self._listen(), self._sweep(), self._watch()
 
     def inherit(self) -> None:
-        """A collector before this one died, and may hold hints that come only when its lease has run out."""
+        """Wait in `flush` for hints that a dead collector leased."""
         self._until = max(self._until, asyncio.get_running_loop().time() + self._transport.held_s)
 
     async def flush(self) -> None:
-        """Acknowledge what was acted on, here or by a collector that died, so that nothing is left behind."""
+        """Acknowledge the hints of all decided attempts, also those that a dead collector leased."""
         clock = asyncio.get_running_loop().time
         try:
             while True:
@@ -132,14 +139,16 @@ class AttemptWatcher:
                 await self._sort(await self._transport.unacknowledged(self._config.exp_id))
             await self._acknowledge()
         except Exception as error:
-            log.warning("hints that were acted on may come again: %s", describe_error(error))
+            log.warning(
+                "watcher: hints not acknowledged, they may be delivered again: %s", describe_error(error)
+            )
 
     async def _hints(self, wait_s: float) -> list[Attempt]:
         async with asyncio.timeout(wait_s + self._config.call_timeout_s):
             return await self._transport.hints(self._config.exp_id, wait_s)
 
     async def _acknowledge(self) -> None:
-        """What is not acknowledged now is the next time."""
+        """Acknowledge used hints; those of a failed call are kept for the next one."""
         used, self.used = self.used, []
         if not used:
             return
@@ -151,10 +160,10 @@ class AttemptWatcher:
             raise
 
     async def _sort(self, hinted: Sequence[Attempt]) -> None:
-        """Wake whoever waits. What was decided before is ours to acknowledge; the rest is somebody else's."""
+        """Wake attempts that are hinted; hints of this run's earlier attempts are acknowledged."""
         for attempt in hinted:
             if running := self.running.get(attempt.session_id):
-                running.news.set()
+                running.changed.set()
             elif await asyncio.to_thread(self._run_state.has_attempt, attempt):
                 self.used.append(attempt)
 
@@ -165,24 +174,24 @@ class AttemptWatcher:
                     await self._acknowledge()
                     await self._sort(await self._hints(HINT_WAIT_S))
             except Exception as error:
-                log.warning("no hints (%s); sweeps find what they would tell", describe_error(error))
+                log.warning("watcher: no hints, relying on sweeps: %s", describe_error(error))
                 await asyncio.sleep(self._config.poll_interval_s)
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEPING * self._config.poll_interval_s)
-            waiting = [r.waiting for s, r in self.running.items() if r.launched and self._asked("sweep", s)]
+            waiting = [r.pending for s, r in self.running.items() if r.launched and self._asked("sweep", s)]
             try:
-                answers, spoiled = await self._storing.call_in_batches(
+                answers, spoiled = await self._store_calls.call_in_batches(
                     self._transport.sweep, waiting, self._config.call_timeout_s
                 )
             except Exception as error:
-                log.warning("the store was not swept: %s", describe_error(error))
+                log.warning("watcher: sweep failed: %s", describe_error(error))
                 continue
             self._set_apart("sweep", [one.attempt.session_id for one in spoiled])
             for attempt in (attempt for found in answers for attempt in found):
                 if running := self.running.get(attempt.session_id):
-                    running.news.set()
+                    running.changed.set()
 
     async def _watch(self) -> None:
         every = min(self._config.watch_interval_s, self._config.deadlines.shortest_s / 2)
@@ -204,17 +213,17 @@ class AttemptWatcher:
                     running.progress.update_queue_time(state)
                 if state and state.phase == "completed" and running.progress.completed_at is None:
                     running.progress.completed_at = now
-                    running.news.set()
+                    running.changed.set()
                 if running.progress.ended_at is not None:
-                    running.news.set()
+                    running.changed.set()
                 lives = session_id in alive
                 if failure := overdue_failure(
                     self._config.deadlines, running.progress, state, now, lives=lives
                 ):
-                    running.give_up(failure)
+                    running.abandon(failure)
 
     async def _alive(self, states: dict[str, SessionState]) -> set[str]:
-        """Those whose SDK is silent, and whose runtime knows that they run: busy is not dead."""
+        """Sessions without heartbeats whose runtime says that they run: busy, not dead."""
         if not self._runtime.capabilities.tells_end:
             return set()
         silent = [
@@ -229,15 +238,17 @@ class AttemptWatcher:
     async def _phase(self, running: RunningAttempt) -> Phase:
         try:
             async with asyncio.timeout(self._config.deadlines.heartbeat_timeout_s):
-                return (await self._runtime.status(running.place)).phase
+                return (await self._runtime.status(running.runtime_attempt)).phase
         except Exception as error:
             log.warning(
-                "%s: its runtime cannot say whether it runs: %s", running.session_id, describe_error(error)
+                "attempt %s: its runtime cannot report its status: %s",
+                running.session_id,
+                describe_error(error),
             )
             return Phase.UNKNOWN
 
     def _asked(self, what: str, session_id: str) -> bool:
-        """False while the session is left out of questions about many."""
+        """False while the session is left out of requests about many."""
         until = self._apart.get((what, session_id))
         if until is not None and asyncio.get_running_loop().time() >= until:
             del self._apart[what, session_id]
@@ -250,13 +261,13 @@ class AttemptWatcher:
         self._apart.update({(what, session_id): now + APART_S for session_id in session_ids})
 
     def _excuse(self, attempts: Iterable[RunningAttempt], seconds: float) -> None:
-        """Agents could not work without their gateway: that time is not theirs."""
+        """Extend deadlines by the time for which the gateway did not answer."""
         for running in attempts:
             if running.progress.launched_at is not None:
                 running.progress.launched_at += seconds
 
     def _excuse_apart(self, seconds: float) -> None:
-        """Nor could one whose session alone the gateway says nothing of; up to patience, in all."""
+        """Extend deadlines of sessions left out of requests, by `unavailable_timeout_s` in all."""
         apart = [r for s, r in self.running.items() if ("states", s) in self._apart]
         apart = [running for running in apart if running.excused_s < self._config.unavailable_timeout_s]
         for running in apart:
@@ -264,7 +275,7 @@ class AttemptWatcher:
         self._excuse(apart, seconds)
 
     async def _states(self, session_ids: Sequence[str]) -> dict[str, SessionState]:
-        """What the gateway says; nothing when it is silent, and an Outage when it is for too long."""
+        """Session states; empty while the gateway is silent, and an Outage after `unavailable_timeout_s`."""
         clock = asyncio.get_running_loop().time
         began, limit_s = clock(), LOOKS * self._config.watch_interval_s
         found: dict[str, SessionState] = {}
@@ -272,7 +283,9 @@ class AttemptWatcher:
         try:
             for first in range(0, len(asked), AT_A_LOOK):
                 batch = asked[first : first + AT_A_LOOK]
-                answers, spoiled = await self._asking.call_in_batches(self._gateway.states, batch, limit_s)
+                answers, spoiled = await self._gateway_calls.call_in_batches(
+                    self._gateway.states, batch, limit_s
+                )
                 self._set_apart("states", spoiled)
                 for answer in answers:
                     found |= answer
@@ -280,9 +293,9 @@ class AttemptWatcher:
         except Exception as error:
             if self._silent_since is None:
                 self._silent_since = began
-                log.warning("the sessions cannot be looked at: %s", describe_error(error))
+                log.warning("watcher: session states unavailable: %s", describe_error(error))
             silent_s = clock() - self._silent_since
             if silent_s > self._config.unavailable_timeout_s:
-                told = f"the gateway does not answer for {silent_s:.0f} s: {describe_error(error)}"
-                raise Outage(f"{told}; see that it runs, and go on where it was") from error
+                message = f"the gateway does not answer for {silent_s:.0f} s: {describe_error(error)}"
+                raise Outage(f"{message}; see that it runs, and go on where it was") from error
         return found
