@@ -21,7 +21,7 @@ def tail(log: Path, size: int, start: int = 0) -> str:
         return ""
 
 
-class Slice(msgspec.Struct, frozen=True):
+class LogSlice(msgspec.Struct, frozen=True):
     """Of the log with that name, what was written while a session ran; by others of that process, too."""
 
     session: str
@@ -30,26 +30,26 @@ class Slice(msgspec.Struct, frozen=True):
     end: int
 
 
-def note(directory: Path, part: Slice) -> None:
+def record_slice(directory: Path, part: LogSlice) -> None:
     """For those who look after the session has ended. A full disk must not end a run for its sake."""
     if part.end > part.start:
         with contextlib.suppress(OSError), (directory / SHARED).open("ab", buffering=0) as file:
             file.write(msgspec.json.encode(part) + b"\n")
 
 
-def noted(directory: Path) -> list[Slice]:
+def read_slices(directory: Path) -> list[LogSlice]:
     try:
         lines = (directory / SHARED).read_bytes().splitlines()
     except OSError:
         return []
-    found: list[Slice] = []
+    found: list[LogSlice] = []
     for line in lines:
         with contextlib.suppress(msgspec.MsgspecError):  # the last line of a killed collector
-            found.append(msgspec.json.decode(line, type=Slice))
+            found.append(msgspec.json.decode(line, type=LogSlice))
     return found
 
 
-def text(directory: Path, part: Slice) -> str:
+def slice_text(directory: Path, part: LogSlice) -> str:
     with contextlib.suppress(OSError), (directory / part.log).open("rb") as file:
         file.seek(part.start)
         return file.read(part.end - part.start).decode("utf-8", "replace")

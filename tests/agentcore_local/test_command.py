@@ -23,8 +23,8 @@ import anyio
 import pytest
 
 from afield.agentcore_local.faults import KINDS
-from afield.agentcore_local.images import Image
-from afield.agentcore_local.sessions import Pace
+from afield.agentcore_local.images import AgentImage
+from afield.agentcore_local.sessions import Timings
 from afield.cli.agentcore_local import add
 from support.agentcore_server import PROGRAM, Caller, acr, gone, session_id
 from support.paths import ROOT
@@ -155,7 +155,7 @@ async def test_a_command_runs_inside_the_sandbox_of_its_session() -> None:
 async def test_a_target_that_cannot_be_imported_ends_in_create_failed(tmp_path: Path) -> None:
     target = tmp_path / "agent.py"
     target.write_text("import nothing_of_that_name\n")
-    async with acr(isolation="sandbox", images={"math": Image(target=f"{target}:agent")}) as caller:
+    async with acr(isolation="sandbox", images={"math": AgentImage(target=f"{target}:agent")}) as caller:
         assert await caller.ready() == "CREATE_FAILED"
         runtime = caller.arn.rpartition("/")[2]
         got = await caller.call(caller.control.get_agent_runtime, agentRuntimeId=runtime)
@@ -166,8 +166,8 @@ async def test_a_target_that_cannot_be_imported_ends_in_create_failed(tmp_path: 
 async def test_a_sandboxed_program_that_never_serves_is_424_after_the_time_it_has(tmp_path: Path) -> None:
     program = tmp_path / "asleep.py"
     program.write_text("import time\ntime.sleep(600)\n")
-    images = {"math": Image(script=str(program))}
-    async with acr(isolation="sandbox", images=images, pace=Pace(init_s=2.0)) as caller:
+    images = {"math": AgentImage(script=str(program))}
+    async with acr(isolation="sandbox", images=images, pace=Timings(init_s=2.0)) as caller:
         assert await caller.ready() == "READY"
         with pytest.raises(caller.data.exceptions.RuntimeClientError, match="not ready within 2 s"):
             await caller.invoke({})
@@ -182,7 +182,7 @@ async def test_a_sandboxed_program_that_never_serves_is_424_after_the_time_it_ha
         (("--image", f"math={PROGRAM}", "--fault", "typo=1"), "--fault 'typo=1'"),
         (("--image", f"math={PROGRAM}", "--allow", "8400"), "--allow '8400'"),
         (("--image", f"math={PROGRAM}", "--starts-per-s", "0"), "start_rate = 0.0"),
-        (("--image", f"math={PROGRAM}", "--hurry", "0"), "hurry = 0"),
+        (("--image", f"math={PROGRAM}", "--speed", "0"), "speed = 0"),
         (("--image", f"math={PROGRAM}", "--account", "me"), "account 'me'"),
         (("--code-root", "nowhere"), "--code-root nowhere"),
     ],
@@ -210,7 +210,7 @@ def test_without_bubblewrap_it_says_how_to_get_it_and_what_else_there_is(tmp_pat
 
 # --- the page about it ---------------------------------------------------------------------------
 
-PAGE = ROOT / "docs" / "acr.md"
+PAGE = ROOT / "docs" / "reference" / "agentcore-local.md"
 
 
 @both

@@ -10,8 +10,8 @@ import anyio
 import pytest
 
 from afield.agentcore_local.control_plane import Account
-from afield.agentcore_local.faults import Fault
-from afield.agentcore_local.images import Image, parse
+from afield.agentcore_local.faults import InjectedFault
+from afield.agentcore_local.images import AgentImage, parse
 from afield.errors import UsageError
 from support.agentcore_server import ROLE, URI, acr, session_id
 
@@ -291,7 +291,7 @@ async def test_long_lists_come_in_pages() -> None:
 
 async def test_a_program_that_is_not_there_ends_in_create_failed_with_the_reason(tmp_path: Path) -> None:
     gone = tmp_path / "gone.py"
-    async with acr(images={"math": Image(script=str(gone))}) as caller:
+    async with acr(images={"math": AgentImage(script=str(gone))}) as caller:
         assert await caller.ready() == "CREATE_FAILED"
         runtime = caller.arn.rpartition("/")[2]
         got = await caller.call(caller.control.get_agent_runtime, agentRuntimeId=runtime)
@@ -301,7 +301,7 @@ async def test_a_program_that_is_not_there_ends_in_create_failed_with_the_reason
 
 
 async def test_a_runtime_that_cannot_be_made_by_bad_luck() -> None:
-    async with acr(faults={"create": Fault(1.0)}) as caller:
+    async with acr(faults={"create": InjectedFault(1.0)}) as caller:
         assert await caller.ready() == "CREATE_FAILED"
 
 

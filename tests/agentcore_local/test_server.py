@@ -17,8 +17,8 @@ from botocore.config import Config
 from botocore.credentials import Credentials
 
 from afield.agentcore_local.control_plane import Account
-from afield.agentcore_local.images import Image
-from afield.agentcore_local.sessions import Pace
+from afield.agentcore_local.images import AgentImage
+from afield.agentcore_local.sessions import Timings
 from support.agentcore_server import IMAGES, PROGRAM, acr, client, gone, session_id
 from support.processes import alive
 
@@ -118,7 +118,7 @@ async def test_the_program_gets_the_environment_of_its_runtime_and_nothing_of_th
 
 
 async def test_many_invokes_at_a_cold_session_are_one_start() -> None:
-    async with acr(pace=Pace(cold_start_s=1.0)) as caller:
+    async with acr(pace=Timings(cold_start_s=1.0)) as caller:
         await caller.ready()
         session = session_id()
         said: list[dict[str, Any]] = []
@@ -142,7 +142,7 @@ async def test_a_function_is_served_with_the_sdk_and_a_command_finds_its_port(tm
     program = tmp_path / "serve.sh"
     program.write_text('cd "$(dirname "$0")" && exec python3 plain.py\n')
     (tmp_path / "plain.py").write_text(PLAIN)
-    images = {"sdk": Image(target=f"{target}:agent"), "plain": Image(argv=("sh", str(program)))}
+    images = {"sdk": AgentImage(target=f"{target}:agent"), "plain": AgentImage(argv=("sh", str(program)))}
     async with acr(images=images) as caller:
 
         def of(name: str) -> dict[str, Any]:
@@ -204,7 +204,7 @@ async def test_a_stopped_session_is_gone_with_all_it_started_and_stopping_again_
 
 
 async def test_a_stop_while_a_session_starts_ends_the_start() -> None:
-    async with acr(pace=Pace(cold_start_s=30)) as caller:
+    async with acr(pace=Timings(cold_start_s=30)) as caller:
         await caller.ready()
         session = session_id()
         with pytest.raises(caller.data.exceptions.RetryableConflictException, match="stopped"):

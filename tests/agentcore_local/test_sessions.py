@@ -14,10 +14,10 @@ import botocore.exceptions
 import pytest
 import urllib3.exceptions
 
-from afield.agentcore_local.faults import Fault, Luck, parse
-from afield.agentcore_local.images import Image
+from afield.agentcore_local.faults import FaultInjector, InjectedFault, parse
+from afield.agentcore_local.images import AgentImage
 from afield.agentcore_local.quotas import Quotas
-from afield.agentcore_local.sessions import Pace
+from afield.agentcore_local.sessions import Timings
 from afield.errors import UsageError
 from support.agentcore_server import acr, gone, session_id
 
@@ -29,7 +29,7 @@ QUICK = {"idleRuntimeSessionTimeout": 60, "maxLifetime": 28800}
 
 
 async def test_an_idle_session_is_reaped_and_the_next_invoke_starts_a_fresh_one() -> None:
-    async with acr(pace=Pace(hurry=60)) as caller:
+    async with acr(pace=Timings(speed=60)) as caller:
         await caller.ready(lifecycleConfiguration=QUICK)
         session = session_id()
         pid = (await caller.invoke({}, session))["pid"]
@@ -40,7 +40,7 @@ async def test_an_idle_session_is_reaped_and_the_next_invoke_starts_a_fresh_one(
 
 
 async def test_a_busy_program_outlives_the_idle_timeout_until_its_task_is_done() -> None:
-    async with acr(pace=Pace(hurry=60)) as caller:
+    async with acr(pace=Timings(speed=60)) as caller:
         await caller.ready(lifecycleConfiguration=QUICK)
         began = time.monotonic()
         await caller.invoke({"do": "background", "seconds": 3})
@@ -66,7 +66,7 @@ uvicorn.run(app, host="127.0.0.1", port=8080, log_level="warning")
 async def test_busy_without_a_time_of_last_update_is_reaped_all_the_same(tmp_path: Path) -> None:
     program = tmp_path / "busy.py"
     program.write_text(BUSY)
-    async with acr(images={"math": Image(script=str(program))}, pace=Pace(hurry=60)) as caller:
+    async with acr(images={"math": AgentImage(script=str(program))}, pace=Timings(speed=60)) as caller:
         await caller.ready(lifecycleConfiguration=QUICK)
         await caller.invoke({})
         await caller.until_sessions(0)
@@ -74,13 +74,13 @@ async def test_busy_without_a_time_of_last_update_is_reaped_all_the_same(tmp_pat
 
 
 async def test_an_answer_that_takes_longer_than_the_idle_timeout_arrives() -> None:
-    async with acr(pace=Pace(hurry=60)) as caller:
+    async with acr(pace=Timings(speed=60)) as caller:
         await caller.ready(lifecycleConfiguration=QUICK)
         assert (await caller.invoke({"do": "sleep", "seconds": 2.5}))["count"] == 1
 
 
 async def test_a_session_ends_at_its_lifetime_whatever_it_does() -> None:
-    async with acr(pace=Pace(hurry=40)) as caller:
+    async with acr(pace=Timings(speed=40)) as caller:
         await caller.ready(
             lifecycleConfiguration={"idleRuntimeSessionTimeout": 60, "maxLifetime": 60},
         )
@@ -90,7 +90,7 @@ async def test_a_session_ends_at_its_lifetime_whatever_it_does() -> None:
 
 
 async def test_an_answer_that_never_comes_is_given_up_and_the_session_stays() -> None:
-    async with acr(pace=Pace(answer_s=1.0)) as caller:
+    async with acr(pace=Timings(answer_s=1.0)) as caller:
         await caller.ready()
         with pytest.raises(caller.data.exceptions.RuntimeClientError, match="did not answer in time"):
             await caller.invoke({"do": "sleep", "seconds": 3})
@@ -131,7 +131,7 @@ async def test_what_the_agent_raises_is_424_and_the_session_lives_on() -> None:
 async def test_a_program_that_cannot_start_is_424_with_what_it_printed(tmp_path: Path) -> None:
     program = tmp_path / "broken.py"
     program.write_text("import sys\nsys.exit('no model file')\n")
-    async with acr(images={"math": Image(script=str(program))}) as caller:
+    async with acr(images={"math": AgentImage(script=str(program))}) as caller:
         await caller.ready()
         with pytest.raises(caller.data.exceptions.RuntimeClientError, match="no model file"):
             await caller.invoke({})
@@ -141,7 +141,7 @@ async def test_a_program_that_cannot_start_is_424_with_what_it_printed(tmp_path:
 async def test_a_program_that_never_serves_is_424_after_the_time_it_has(tmp_path: Path) -> None:
     program = tmp_path / "asleep.py"
     program.write_text("import time\ntime.sleep(600)\n")
-    async with acr(images={"math": Image(script=str(program))}, pace=Pace(init_s=1.0)) as caller:
+    async with acr(images={"math": AgentImage(script=str(program))}, pace=Timings(init_s=1.0)) as caller:
         await caller.ready()
         with pytest.raises(caller.data.exceptions.RuntimeClientError, match="initialization time exceeded"):
             await caller.invoke({})
@@ -260,7 +260,7 @@ async def test_invokes_of_one_agent_have_a_rate() -> None:
     ],
 )
 async def test_a_fault_is_answered_as_the_service_would(kind: str, error: str, status: int) -> None:
-    async with acr(faults={kind: Fault(1.0)}) as caller:
+    async with acr(faults={kind: InjectedFault(1.0)}) as caller:
         await caller.ready()
         with pytest.raises(getattr(caller.data.exceptions, error), match=f"--fault {kind}") as caught:
             await caller.invoke({})
@@ -270,7 +270,7 @@ async def test_a_fault_is_answered_as_the_service_would(kind: str, error: str, s
 
 
 async def test_a_cut_connection_leaves_a_session_that_took_the_payload() -> None:
-    async with acr(faults={"cut": Fault(1.0)}) as caller:
+    async with acr(faults={"cut": InjectedFault(1.0)}) as caller:
         await caller.ready()
         session = session_id()
         with pytest.raises(botocore.exceptions.ConnectionClosedError):
@@ -280,7 +280,7 @@ async def test_a_cut_connection_leaves_a_session_that_took_the_payload() -> None
 
 
 async def test_a_hanging_answer_comes_late() -> None:
-    async with acr(faults={"hang": Fault(1.0, 1.5)}) as caller:
+    async with acr(faults={"hang": InjectedFault(1.0, 1.5)}) as caller:
         await caller.ready()
         began = time.monotonic()
         await caller.invoke({})
@@ -288,7 +288,7 @@ async def test_a_hanging_answer_comes_late() -> None:
 
 
 async def test_a_session_that_is_killed_by_bad_luck_is_started_anew() -> None:
-    async with acr(faults={"die": Fault(1.0, 0.3)}) as caller:
+    async with acr(faults={"die": InjectedFault(1.0, 0.3)}) as caller:
         await caller.ready()
         session = session_id()
         with pytest.raises(caller.data.exceptions.RuntimeClientError):
@@ -298,7 +298,7 @@ async def test_a_session_that_is_killed_by_bad_luck_is_started_anew() -> None:
 
 
 async def test_a_stop_that_lies_leaves_the_session_running() -> None:
-    async with acr(faults={"lie": Fault(1.0)}) as caller:
+    async with acr(faults={"lie": InjectedFault(1.0)}) as caller:
         await caller.ready()
         session = session_id()
         await caller.invoke({}, session)
@@ -313,7 +313,7 @@ async def test_a_client_that_goes_away_from_a_stream_ends_it() -> None:
         next(answer["response"].iter_lines())
         answer["response"].close()
 
-    async with acr(pace=Pace(hurry=60)) as caller:
+    async with acr(pace=Timings(speed=60)) as caller:
         await caller.ready(lifecycleConfiguration=QUICK)
         await asyncio.to_thread(leave, caller.data, caller.arn)
         await caller.until_sessions(0)  # it is idle only when the stream has ended
@@ -331,7 +331,7 @@ async def test_a_program_that_dies_in_the_middle_of_a_stream_breaks_it() -> None
 
 
 async def test_a_stream_that_takes_too_long_is_broken_off_and_the_session_stays() -> None:
-    async with acr(pace=Pace(stream_s=0.5)) as caller:
+    async with acr(pace=Timings(stream_s=0.5)) as caller:
         await caller.ready()
         with pytest.raises((botocore.exceptions.ResponseStreamingError, urllib3.exceptions.ProtocolError)):
             await caller.raw({"do": "stream", "n": 1000})
@@ -341,10 +341,10 @@ async def test_a_stream_that_takes_too_long_is_broken_off_and_the_session_stays(
 def test_luck_is_the_same_for_the_same_seed_in_any_order() -> None:
     faults = parse(["throttle=0.3", "die=0.5:2"])
     keys = [f"session-{i}" for i in range(200)]
-    one, two, other = (Luck(faults, seed) for seed in (7, 7, 8))
-    struck = {key for key in keys if one.strikes("throttle", key)}
-    assert struck == {key for key in reversed(keys) if two.strikes("throttle", key)}
-    assert struck != {key for key in keys if other.strikes("throttle", key)}
+    one, two, other = (FaultInjector(faults, seed) for seed in (7, 7, 8))
+    struck = {key for key in keys if one.draw("throttle", key)}
+    assert struck == {key for key in reversed(keys) if two.draw("throttle", key)}
+    assert struck != {key for key in keys if other.draw("throttle", key)}
     assert 30 < len(struck) < 90
 
 

@@ -1,6 +1,6 @@
 """A controller to be killed: `python controller.py MAKER OPTIONS ROLLOUT_ID PAYLOAD`.
 
-It builds a runtime (MAKER is `package.module:function` under tests/, called with the JSON object OPTIONS),
+It builds a runtime (MAKER is `package.module:function`, called with the JSON object OPTIONS),
 launches the first attempt of a rollout with PAYLOAD, says so on stdout, and waits to be killed.
 """
 
@@ -9,10 +9,11 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+for parent in Path(__file__).parents[1:3]:
+    sys.path.insert(0, str(parent))
 
-from afield.types import Attempt
-from agents.places import Spec
+from afield.types import Attempt  # noqa: E402
+from agents.places import Spec  # noqa: E402
 
 
 async def main(maker: str, options: str, rollout_id: str, payload: str) -> None:

@@ -35,12 +35,16 @@ def waiting_for(attempt: Attempt) -> PendingAttempt:
 
 
 class Spec(Struct, frozen=True):
-    """How a runtime is built, also by another process: `maker` is `package.module:function`, found from
-    tests/, called with `options`, which are JSON.
-    """
+    """How to build a runtime, in this process or another one."""
 
     maker: str
+    """`package.module:function`, importable from the project's root."""
     options: dict[str, Any] = {}
+    """Keyword arguments of the function, which are JSON."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Runtime], options: dict[str, Any]) -> Spec:
+        return cls(f"{function.__module__}:{function.__qualname__}", options)
 
     def build(self) -> Runtime:
         module, _, function = self.maker.partition(":")

@@ -50,7 +50,7 @@ class Cluster:
         config = TrainConfig(model="m", runtime="kubernetes", kubernetes=options)
         (self.run / "run.json").write_bytes(msgspec.json.encode(config))
         where = {"kubeconfig": options.kubeconfig, "image": options.image, "log_dir": str(self.run / "kept")}
-        self.spec = Spec("test_sessions_elsewhere:rostered", {"run": str(self.run), **where})
+        self.spec = Spec.of(rostered, {"run": str(self.run), **where})
 
     async def killed_controller(self, row: dict[str, Any]) -> None:
         place = Place(runtime_on(self.kube, "the run"), self.sink.transport, self.sink)

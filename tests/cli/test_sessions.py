@@ -24,7 +24,7 @@ from afield.cli.main import main
 from afield.interfaces.runtime import Phase
 from afield.runtimes.process import ProcessRuntime
 from afield.runtimes.registry import ProcessRef, SessionRegistry, TrackedRuntime
-from afield.runtimes.remote import ServedRuntime
+from afield.runtimes.remote import RemoteRuntime
 from afield.settings.train import TrainConfig
 from afield.types import Attempt
 from agents.invoking import invocation, payload
@@ -36,7 +36,7 @@ KEY = "afk-r.1~run~0123abcd~deadbeef"
 
 def served(folder: str, url: str) -> TrackedRuntime:
     """For a controller in a process of its own."""
-    return TrackedRuntime(ServedRuntime([url]), SessionRegistry(Path(folder) / "sessions.sqlite"), "served")
+    return TrackedRuntime(RemoteRuntime([url]), SessionRegistry(Path(folder) / "sessions.sqlite"), "served")
 
 
 class Field:
@@ -66,7 +66,7 @@ class Field:
 
     def processes(self, run: Path, row: dict[str, Any], rollout_id: str = "r") -> subprocess.Popen[bytes]:
         options = {"folder": str(run), "target": f"{ACTING}:act"}
-        return self.controller("test_roster:rostered", options, row, rollout_id)
+        return self.controller("tests.runtimes.test_registry:rostered", options, row, rollout_id)
 
     def serving(self, target: str) -> str:
         script = [sys.executable, "-m", "afield.sdk.serve", target, "--outcome-root", "/"]
@@ -125,8 +125,8 @@ def note(
     run: Path, session_id: str, owner: ProcessRef, *, outlives: bool = True, runtime: str = "served"
 ) -> None:
     roster = SessionRegistry(run / "sessions.sqlite")
-    roster.enter(owner)
-    roster.note(session_id, runtime, owner, outlives=outlives, phase=Phase.RUNNING)
+    roster.add_owner(owner)
+    roster.record(session_id, runtime, owner, outlives=outlives, phase=Phase.RUNNING)
     roster.close()
 
 
@@ -174,7 +174,7 @@ def test_ps_works_in_a_pipe_that_closes_early(field: Field) -> None:
     run = field.run("first", "served=http://127.0.0.1:9")
     roster, owner = SessionRegistry(run / "sessions.sqlite"), ProcessRef.of(os.getpid())
     for n in range(2000):
-        roster.note(f"a{n}.1", "served", owner, outlives=True, phase=Phase.RUNNING)
+        roster.record(f"a{n}.1", "served", owner, outlives=True, phase=Phase.RUNNING)
     roster.close()
     line = " ".join(command("ps"))
     done = subprocess.run(["sh", "-c", f"{line} | head -1"], capture_output=True, timeout=60, check=False)
@@ -221,12 +221,12 @@ def test_what_is_still_starting_is_killed_as_soon_as_it_has_a_process(field: Fie
 
     def place() -> None:
         roster = SessionRegistry(run / "sessions.sqlite")
-        roster.place("r.1", Phase.RUNNING, f"pid {sleeper.pid}")
+        roster.update("r.1", Phase.RUNNING, f"pid {sleeper.pid}")
         sleeper.wait(20)
         roster.close()
 
     roster = SessionRegistry(run / "sessions.sqlite")
-    roster.note("r.1", "process", us, outlives=False, phase=Phase.STARTING)
+    roster.record("r.1", "process", us, outlives=False, phase=Phase.STARTING)
     roster.close()
     placing = threading.Timer(0.5, place)
     placing.start()
@@ -241,8 +241,8 @@ def test_what_a_killed_worker_served_beside_is_told(field: Field, told: Told) ->
     sleeper = a_sleeper(field)
     roster = SessionRegistry(run / "sessions.sqlite")
     for session_id in ("a.1", "b.1"):
-        roster.note(session_id, "process", us, outlives=False, phase=Phase.RUNNING)
-        roster.place(session_id, Phase.RUNNING, f"pid {sleeper.pid}")
+        roster.record(session_id, "process", us, outlives=False, phase=Phase.RUNNING)
+        roster.update(session_id, Phase.RUNNING, f"pid {sleeper.pid}")
     roster.close()
 
     def hear() -> None:  # as its collector does: what ended with the worker is struck at once
@@ -270,8 +270,8 @@ def test_sessions_that_take_long_to_end_are_ended_at_the_same_time(field: Field,
         assert process.stdout and process.stdout.readline()
         # Nobody waits for it but us, and what is dead and not waited for still has its number.
         threading.Thread(target=process.wait, daemon=True).start()
-        roster.note(f"r.{n + 1}", "process", us, outlives=False, phase=Phase.RUNNING)
-        roster.place(f"r.{n + 1}", Phase.RUNNING, f"pid {process.pid}")
+        roster.record(f"r.{n + 1}", "process", us, outlives=False, phase=Phase.RUNNING)
+        roster.update(f"r.{n + 1}", Phase.RUNNING, f"pid {process.pid}")
     roster.close()
     began = time.monotonic()
     assert told("kill", "--run", "first")["ended"] == 4
@@ -281,8 +281,8 @@ def test_sessions_that_take_long_to_end_are_ended_at_the_same_time(field: Field,
 def test_what_runs_inside_its_controller_is_not_killed_with_it(field: Field, told: Told) -> None:
     run = field.run("first", "inline")
     roster, us = SessionRegistry(run / "sessions.sqlite"), ProcessRef.of(os.getpid())
-    roster.note("r.1", "inline", us, outlives=False, phase=Phase.RUNNING)
-    roster.place("r.1", Phase.RUNNING, f"pid {os.getpid()}")
+    roster.record("r.1", "inline", us, outlives=False, phase=Phase.RUNNING)
+    roster.update("r.1", Phase.RUNNING, f"pid {os.getpid()}")
     roster.close()
     said = told("kill", "r.1", code=1)
     assert f"stop that, pid {os.getpid()}" in said["sessions"][0]["said"]

@@ -16,7 +16,7 @@ from afield.errors import InfrastructureFailure, RolloutFailure
 from afield.interfaces.runtime import Exit, Runtime
 from afield.runtimes.inline import InlineRuntime
 from afield.runtimes.process import ProcessRuntime
-from afield.runtimes.remote import ServedRuntime
+from afield.runtimes.remote import RemoteRuntime
 from afield.sdk.serve import load_object
 from afield.transports.stores.files import FilesTransport
 from afield.transports.stores.memory import MemoryTransport
@@ -41,15 +41,15 @@ def made(how: str, target: str, folder: str) -> Runtime:
     return process(Path(folder), target, fresh=how == "fresh")
 
 
-def served_at(url: str) -> ServedRuntime:
-    return ServedRuntime([url], poll_s=0.05)
+def served_at(url: str) -> RemoteRuntime:
+    return RemoteRuntime([url], poll_s=0.05)
 
 
 class TestInline(RuntimeContract):
     how = "inline"
 
     def spec(self, folder: Path, target: str = f"{ACTING}:act") -> Spec:
-        return Spec("contracts.test_runtime:made", {"how": self.how, "target": target, "folder": str(folder)})
+        return Spec.of(made, {"how": self.how, "target": target, "folder": str(folder)})
 
 
 class TestWarmProcesses(TestInline):
@@ -72,7 +72,7 @@ class TestServed(RuntimeContract):
     url = ""
 
     def spec(self, folder: Path, target: str = f"{ACTING}:act") -> Spec:
-        return Spec("contracts.test_runtime:served_at", {"url": self.url})
+        return Spec.of(served_at, {"url": self.url})
 
     @pytest.fixture
     async def place(self, sink: Sink, tmp_path: Path) -> AsyncIterator[Place]:

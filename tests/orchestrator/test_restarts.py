@@ -192,7 +192,7 @@ class Elsewhere(InlineRuntime):
     """Agents that outlive the collector."""
 
     async def adopt(self, attempt: Attempt) -> bool | None:
-        return self._attempts.running(attempt.session_id)
+        return self._attempts.is_running(attempt.session_id)
 
 
 async def test_an_adopted_attempt_has_no_more_time_than_any_other(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ async def test_a_gateway_that_hangs_does_not_stop_the_clock_of_agents_that_ended
 
         async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
             self._attempts.begin(attempt.session_id)
-            self._attempts.settle(attempt.session_id, Exit())
+            self._attempts.record_exit(attempt.session_id, Exit())
 
     async with bench(tmp_path, agent) as b, Lost(agent, b.transport.deliver) as lost:
 

@@ -411,7 +411,7 @@ class Elsewhere(InlineRuntime):
     knows = True
 
     async def adopt(self, attempt: Attempt) -> bool | None:
-        return self._attempts.running(attempt.session_id) if self.knows else None
+        return self._attempts.is_running(attempt.session_id) if self.knows else None
 
     async def wait(self, attempt: Attempt) -> Exit:
         return await super().wait(attempt) if self.knows else await asyncio.Event().wait()  # type: ignore[return-value]

@@ -23,7 +23,7 @@ from afield.errors import InfrastructureFailure, UsageError
 from afield.interfaces.runtime import Phase
 from afield.orchestrator.groups import GroupRunner, GroupSpec
 from afield.orchestrator.state import RunState
-from afield.runtimes.ray.pool import AWAY_S
+from afield.runtimes.ray.pool import UNAVAILABLE_TIMEOUT_S
 from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, FailureKind, Reason, Task
 from agents.places import ACTING, AGENTS, BOUND_S, Place, Spec, alive, until
@@ -61,7 +61,7 @@ class TestRay(RuntimeContract):
 
     def spec(self, folder: Path, target: str = f"{ACTING}:act") -> Spec:
         options = {"target": target, "folder": str(folder), "address": self.address}
-        return Spec("ray_env:made", {**options, "memory_mb": 256})
+        return Spec.of(made, {**options, "memory_mb": 256})
 
     async def test_a_daemon_ends_when_its_session_does(self, place: Place, sink: Sink) -> None:
         attempt = await place.launch({"do": "daemon"})
@@ -93,7 +93,7 @@ class TestRay(RuntimeContract):
     async def test_a_run_does_not_see_the_sessions_of_another(
         self, place: Place, sink: Sink, tmp_path: Path
     ) -> None:
-        other = Spec("ray_env:made", {**self.spec(tmp_path).options, "name": "run-2"})
+        other = Spec.of(made, {**self.spec(tmp_path).options, "name": "run-2"})
         attempt = Attempt("other", 1)
         async with controller(other, place, {"do": "beat"}, attempt):
             await sink.until_told("beat")
@@ -146,7 +146,9 @@ async def test_a_lost_node_fails_its_attempts_within_seconds(cluster: Cluster, t
             assert failure and failure.kind is FailureKind.INFRASTRUCTURE
             assert failure.reason is Reason.DIED
             assert "node" in failure.message
-        assert time.monotonic() - before < AWAY_S, "and not because their nests were out of reach so long"
+        assert time.monotonic() - before < UNAVAILABLE_TIMEOUT_S, (
+            "and not because their nests were out of reach so long"
+        )
         for what in ("beat", "child"):
             await sink.until_quiet(what)
 
@@ -333,7 +335,7 @@ async def test_without_an_address_a_cluster_is_started_and_ended(tmp_path: Path)
 
 async def test_a_killed_controller_takes_its_cluster_with_it(tmp_path: Path) -> None:
     async with sinking(tmp_path) as sink:
-        spec = Spec("ray_env:made", {"target": f"{ACTING}:act", "folder": str(tmp_path)})
+        spec = Spec.of(made, {"target": f"{ACTING}:act", "folder": str(tmp_path)})
         place = Place(spec.build(), sink.transport, sink)
         async with controller(spec, place, {"do": "daemon", "stay": True}, Attempt("r", 1)) as process:
             await sink.until_told("daemon", times=2)

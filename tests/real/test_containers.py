@@ -19,7 +19,7 @@ from tests.contracts.runtime_contract import RuntimeContract, controller
 from afield.errors import InfrastructureFailure, NotFound, Unavailable, UsageError
 from afield.interfaces.runtime import Phase
 from afield.interfaces.sandbox import MAX_DOWNLOAD_BYTES
-from afield.runtimes.docker.engine import name_of
+from afield.runtimes.docker.engine import container_name
 from afield.runtimes.docker.runtime import ContainerRuntime
 from afield.runtimes.docker.sandbox import ContainerSandbox
 from afield.settings.runtimes import ResourceLimits
@@ -63,7 +63,7 @@ class TestContainer(RuntimeContract):
     def spec(self, folder: Path, target: str = "acting.py:act") -> Spec:
         given = {"socket": self.engine.socket, "image": self.engine.image}
         where = {"folder": str(folder), "run": self.run, "target": Path(target).name}
-        return Spec("containers:runtime", {**given, **where})
+        return Spec.of(containers.runtime, {**given, **where})
 
     @pytest.fixture
     async def sink(self, tmp_path: Path) -> AsyncIterator[Sink]:
@@ -128,7 +128,7 @@ async def test_a_relay_is_for_containers_alone(here: Here, sink: Sink) -> None:
         await place.wait(await place.launch({"do": "reward"}))
         port = int(sink.url.rpartition(":")[2])
         with contextlib.closing(here.engine.api()) as api:
-            bridge = api.inspect_container(name_of("r.1"))["NetworkSettings"]["Gateway"]
+            bridge = api.inspect_container(container_name("r.1"))["NetworkSettings"]["Gateway"]
         # We come from an address of the bridge too; so do not other machines.
         reader, writer = await asyncio.open_connection(bridge, port, local_addr=("127.0.0.1", 0))
         with contextlib.closing(writer):
@@ -268,7 +268,7 @@ async def test_a_run_neither_sees_nor_stops_what_another_run_started(here: Here,
 
 async def test_orphans_are_found_by_their_label_and_ended(here: Here, sink: Sink, tmp_path: Path) -> None:
     where = {"socket": here.engine.socket, "image": here.engine.image}
-    spec = Spec("containers:runtime", {**where, "folder": str(tmp_path), "run": here.run})
+    spec = Spec.of(containers.runtime, {**where, "folder": str(tmp_path), "run": here.run})
     async with here.runtime() as runtime:
         place = Place(runtime, sink.transport, sink)
         for name in ("one", "two"):

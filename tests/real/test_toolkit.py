@@ -18,7 +18,7 @@ import pytest
 
 from afield.conformance.environments import python_environment
 from afield.errors import Unavailable
-from afield.runtimes.remote import ServedRuntime
+from afield.runtimes.remote import RemoteRuntime
 from afield.sdk.stores import aws_client
 from afield.transports.stores.memory import MemoryNotifier
 from afield.transports.stores.s3 import S3CollectorStore
@@ -89,7 +89,7 @@ def test_the_toolkits_own_wheel_works_with_the_client_through_s3(
     bucket: str, agent_url: str, tmp_path: Path
 ) -> None:
     transport = StoreTransport(S3CollectorStore(bucket), MemoryNotifier())
-    runtime = ServedRuntime([agent_url], poll_s=0.2)
+    runtime = RemoteRuntime([agent_url], poll_s=0.2)
     with (
         place(tmp_path, path_keys=True) as there,
         there.client(runtime=runtime, transport=transport, poll_interval_s=0.5, exp_id="toolkit") as client,

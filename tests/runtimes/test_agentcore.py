@@ -16,16 +16,16 @@ from tests.contracts.runtime_contract import RuntimeContract
 
 from afield.agentcore_local.control_plane import Account
 from afield.agentcore_local.faults import parse
-from afield.agentcore_local.images import Image
+from afield.agentcore_local.images import AgentImage
 from afield.agentcore_local.quotas import Quotas
 from afield.agentcore_local.server import AgentCoreServer, AgentCoreServerOptions
 from afield.errors import InfrastructureFailure, NotFound, RateLimited, TaskFailure, UsageError
 from afield.interfaces.runtime import Phase
 from afield.interfaces.sandbox import ExecResult
-from afield.runtimes.agentcore.api import Api
+from afield.runtimes.agentcore.api import AgentCoreApi
 from afield.runtimes.agentcore.runtime import AgentCoreRuntime
 from afield.runtimes.agentcore.sandbox import AgentCoreSandbox
-from afield.runtimes.agentcore.sessions import Entry, SessionLedger
+from afield.runtimes.agentcore.sessions import AgentCoreSession, SessionTable
 from afield.settings.runtimes import AgentCoreOptions
 from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, Reason
@@ -54,7 +54,7 @@ class Deployed(AgentCoreRuntime):
 
 
 def made(url: str, image: str, folder: str) -> AgentCoreRuntime:
-    """For the contract: also called by a controller in a process of its own."""
+    """For the contract: also translate_errors by a controller in a process of its own."""
     return Deployed(options(url, image), name="run", ledger=Path(folder) / "sessions.sqlite")
 
 
@@ -63,7 +63,7 @@ async def serving(sink: Sink | None = None, isolation: Any = "none", **more: Any
     """A server with the agents of these tests; sandboxed ones reach the sink and nothing else."""
     port = int(sink.url.rpartition(":")[2]) if sink else 0
     values = {
-        "images": {name: Image(target=target) for name, target in IMAGES.items()},
+        "images": {name: AgentImage(target=target) for name, target in IMAGES.items()},
         "isolation": isolation,
         "allow": (("127.0.0.1", port),) if sink else (),
         "quotas": Quotas(start_rate=1000, stop_rate=1000, invoke_rate=1000),
@@ -79,7 +79,7 @@ class TestAgentCore(RuntimeContract):
     def spec(self, folder: Path, target: str = f"{ACTING}:act") -> Spec:
         image = next(name for name, agent in IMAGES.items() if agent == target)
         where = {"url": self.url, "image": image, "folder": str(folder)}
-        return Spec("test_agentcore_runtime:made", where)
+        return Spec.of(made, where)
 
     @pytest.fixture
     async def place(self, sink: Sink, tmp_path: Path) -> AsyncIterator[Place]:
@@ -97,7 +97,7 @@ async def opened(folder: Path, **given: Any) -> AsyncIterator[AgentCoreRuntime]:
 
 
 async def versions(url: str) -> list[dict[str, Any]]:
-    api = Api(options(url))
+    api = AgentCoreApi(options(url))
     try:
         found = await api.ask("list_agent_runtimes")
         return [
@@ -172,7 +172,7 @@ async def test_an_agent_that_is_not_ready_in_time_or_at_all_is_said_so(tmp_path:
         with pytest.raises(UsageError, match=r"acting was not READY within ready_s = 0\.5 seconds"):
             await runtime.check()
     (tmp_path / "gone.py").write_text("")
-    images = {"acting": Image(script=str(tmp_path / "gone.py"))}
+    images = {"acting": AgentImage(script=str(tmp_path / "gone.py"))}
     (tmp_path / "gone.py").unlink()
     async with serving(images=images) as url, opened(tmp_path, url=url) as runtime:
         with pytest.raises(UsageError, match=r"CREATE_FAILED: .*gone\.py"):
@@ -247,7 +247,7 @@ async def test_what_the_agents_own_server_refuses_is_told_apart(
     tmp_path: Path, sink: Sink, status: int, kind: type[Exception], phase: Phase
 ) -> None:
     (tmp_path / "refusing.py").write_text(REFUSING.replace("STATUS", str(status)))
-    images = {"acting": Image(argv=(sys.executable, str(tmp_path / "refusing.py")))}
+    images = {"acting": AgentImage(argv=(sys.executable, str(tmp_path / "refusing.py")))}
     async with placed(sink, tmp_path, images=images) as place:
         with pytest.raises(kind, match=f"\\({status}\\)"):
             await place.launch({"do": "reward"})
@@ -261,7 +261,7 @@ async def test_an_image_that_is_no_rollout_app_is_known_from_its_first_answer(
     tmp_path: Path, sink: Sink
 ) -> None:
     (tmp_path / "other.py").write_text(REFUSING.replace("STATUS", "200"))
-    images = {"acting": Image(argv=(sys.executable, str(tmp_path / "other.py")))}
+    images = {"acting": AgentImage(argv=(sys.executable, str(tmp_path / "other.py")))}
     async with placed(sink, tmp_path, images=images) as place:
         with pytest.raises(TaskFailure, match=r"is no rollout app: it answered '\{\}'") as raised:
             await place.launch({"do": "reward"})
@@ -342,8 +342,10 @@ async def test_a_stop_that_was_refused_leaves_the_session_in_the_ledger_and_clos
 
 
 async def test_a_session_that_runs_out_of_its_lifetime_is_no_longer_alive(tmp_path: Path) -> None:
-    ledger = SessionLedger(tmp_path / "sessions.sqlite")
-    old = Entry(session_id="r.1", name="n", arn="a", qualifier="DEFAULT", run="run", since=0.0, until=1.0)
+    ledger = SessionTable(tmp_path / "sessions.sqlite")
+    old = AgentCoreSession(
+        session_id="r.1", name="n", arn="a", qualifier="DEFAULT", run="run", since=0.0, until=1.0
+    )
     assert ledger.note(old, 1) == old
     young = msgspec.structs.replace(old, session_id="r.2", until=1e12)
     assert ledger.note(young, 1) == young

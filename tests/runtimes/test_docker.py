@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 from afield.errors import InfrastructureFailure, Unavailable, UsageError
 from afield.interfaces.runtime import Phase
 from afield.runtimes.docker.engine import (
-    LONGEST,
-    death_of,
-    enforced,
+    MAX_NAME,
+    container_name,
+    describe_exit,
+    enforced_limits,
     host_config,
-    live_of,
-    live_of_one,
-    name_of,
     phase_of,
+    status_from_inspect,
+    status_from_row,
 )
-from afield.runtimes.docker.loopback import Relays, loopback_ports, readdressed
+from afield.runtimes.docker.loopback import LoopbackRelays, loopback_ports, rewrite_addresses
 from afield.runtimes.docker.runtime import ContainerRuntime
-from afield.runtimes.docker.sandbox import ContainerSandbox, Output
+from afield.runtimes.docker.sandbox import ContainerSandbox, OutputBuffer
 from afield.settings.runtimes import ContainerOptions, ResourceLimits
 from afield.types import Attempt, Reason
 from agents.invoking import invocation, payload
@@ -44,19 +44,19 @@ def runtime(tmp_path: Path, **options: object) -> ContainerRuntime:
 
 @given(IDS, IDS)
 def test_a_name_follows_from_the_session_and_no_two_share_one(one: str, other: str) -> None:
-    name = name_of(one)
-    assert len(name) <= LONGEST and re.fullmatch(r"[a-zA-Z0-9][a-zA-Z0-9_.-]+", name)
-    assert (name == name_of(other)) == (one == other)
+    name = container_name(one)
+    assert len(name) <= MAX_NAME and re.fullmatch(r"[a-zA-Z0-9][a-zA-Z0-9_.-]+", name)
+    assert (name == container_name(other)) == (one == other)
 
 
 def test_long_sessions_that_begin_alike_have_names_of_their_own() -> None:
-    names = {name_of("x" * 125 + f".{n}") for n in range(1, 10)} | {name_of("x" * 126 + ".1")}
+    names = {container_name("x" * 125 + f".{n}") for n in range(1, 10)} | {container_name("x" * 126 + ".1")}
     assert len(names) == 10
 
 
 def test_only_what_is_set_is_enforced() -> None:
-    assert enforced(ResourceLimits()) == {"cpu", "memory", "pids", "disk"}
-    assert enforced(ResourceLimits(cpus=None, disk_mb=None)) == {"memory", "pids"}
+    assert enforced_limits(ResourceLimits()) == {"cpu", "memory", "pids", "disk"}
+    assert enforced_limits(ResourceLimits(cpus=None, disk_mb=None)) == {"memory", "pids"}
     config = host_config(
         ContainerOptions(limits=ResourceLimits(cpus=0.5, memory_mb=64, pids=9, disk_mb=3, files=77))
     )
@@ -83,7 +83,7 @@ def test_only_what_is_set_is_enforced() -> None:
     ],
 )
 def test_a_death_is_told_in_words(state: dict[str, object], said: str) -> None:
-    assert said in death_of(state, ResourceLimits(memory_mb=64))
+    assert said in describe_exit(state, ResourceLimits(memory_mb=64))
 
 
 def test_engines_call_the_same_phase_by_different_names() -> None:
@@ -97,8 +97,10 @@ def test_what_an_engine_lists_and_what_it_tells_of_one_agree() -> None:
     labels = {"afield.session": "r.1"}
     row = {"Id": "ab", "Names": ["/afield-r.1"], "State": "running", "Created": 1794748804, "Labels": labels}
     one = {"Name": "/afield-r.1", "State": {"Status": "running"}, "Created": "2026-11-15T13:20:04.123456789Z"}
-    assert live_of(row) == live_of_one("r.1", one)
-    assert live_of_one("r.1", {**one, "Created": "2026-11-15T14:20:04.5+01:00"}) == live_of(row)
+    assert status_from_row(row) == status_from_inspect("r.1", one)
+    assert status_from_inspect("r.1", {**one, "Created": "2026-11-15T14:20:04.5+01:00"}) == status_from_row(
+        row
+    )
 
 
 # --- options ----------------------------------------------------------------------------------------
@@ -123,7 +125,7 @@ def test_addresses_of_our_loopback_get_our_name_and_keep_all_else(host: str) -> 
     where = {"base_url": f"http://{host}:8400/s/r.1", "outcome_url": f"http://{host}:8401/o?x=1#y"}
     given = payload({"url": "http://127.0.0.1:1/"}, invocation(**where, hint_url=f"redis://u:p@{host}/0"))
     assert loopback_ports(given) == {8400, 8401, 6379}
-    changed = readdressed(given, "10.88.0.1")
+    changed = rewrite_addresses(given, "10.88.0.1")
     assert changed["_rollout"]["base_url"] == "http://10.88.0.1:8400/s/r.1"
     assert changed["_rollout"]["outcome_url"] == "http://10.88.0.1:8401/o?x=1#y"
     assert changed["_rollout"]["hint_url"] == "redis://u:p@10.88.0.1/0"
@@ -135,9 +137,9 @@ def test_addresses_of_others_are_left_alone() -> None:
     where = {"base_url": "https://gateway.example:8400/s/r.1", "outcome_url": "file:///store"}
     given = payload({}, invocation(**where))
     assert loopback_ports(given) == set()
-    assert readdressed(given, "host") is given
+    assert rewrite_addresses(given, "host") is given
     for odd in ({}, {"_rollout": None}, {"_rollout": {"base_url": 7, "outcome_url": "http://[::1"}}):
-        assert readdressed(odd, "host") is odd
+        assert rewrite_addresses(odd, "host") is odd
 
 
 @pytest.mark.anyio
@@ -148,9 +150,9 @@ async def test_a_relay_carries_both_ways_until_both_have_ended() -> None:
 
     server = await asyncio.start_server(upper, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with server, Relays() as relays:
-        assert await relays.reach("127.0.0.2", "127.0.0.0/8", {port})
-        assert await relays.reach("127.0.0.2", "127.0.0.0/8", {port})
+    async with server, LoopbackRelays() as relays:
+        assert await relays.open("127.0.0.2", "127.0.0.0/8", {port})
+        assert await relays.open("127.0.0.2", "127.0.0.0/8", {port})
         reader, writer = await asyncio.open_connection("127.0.0.2", port)
         writer.write(b"x" * 300_000)
         writer.write_eof()
@@ -171,8 +173,8 @@ async def test_a_relay_takes_nobody_from_elsewhere() -> None:
 
     server = await asyncio.start_server(take, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with server, Relays() as relays:
-        await relays.reach("127.0.0.2", "10.0.0.0/8", {port})
+    async with server, LoopbackRelays() as relays:
+        await relays.open("127.0.0.2", "10.0.0.0/8", {port})
         reader, writer = await asyncio.open_connection("127.0.0.2", port)
         with anyio.fail_after(60), contextlib.suppress(ConnectionResetError):
             assert await reader.read() == b""
@@ -182,8 +184,8 @@ async def test_a_relay_takes_nobody_from_elsewhere() -> None:
 
 @pytest.mark.anyio
 async def test_an_address_that_is_not_ours_is_told() -> None:
-    async with Relays() as relays:
-        assert not await relays.reach("192.0.2.1", "192.0.2.0/24", {8400})
+    async with LoopbackRelays() as relays:
+        assert not await relays.open("192.0.2.1", "192.0.2.0/24", {8400})
 
 
 # --- what is refused before the first rollout ---------------------------------------------------------
@@ -240,14 +242,14 @@ def test_what_it_can_do_is_declared(tmp_path: Path) -> None:
 
 @given(st.lists(st.binary(max_size=40), max_size=30), st.integers(2, 64))
 def test_output_keeps_its_beginning_and_its_end(parts: list[bytes], most: int) -> None:
-    output, whole = Output(most), b"".join(parts)
+    output, whole = OutputBuffer(most), b"".join(parts)
     for part in parts:
         output.add(part)
     text = output.text.encode("utf-8", "replace")
     if len(whole) <= most:
-        assert output.cut == 0 and output.text == whole.decode("utf-8", "replace")
+        assert output.omitted == 0 and output.text == whole.decode("utf-8", "replace")
     else:
-        assert output.cut == len(whole) - most
+        assert output.omitted == len(whole) - most
         kept = output.bytes
         assert kept == whole[: most // 2] + whole[len(whole) - (most - most // 2) :]
-        assert f"{output.cut} bytes left out".encode() in text
+        assert f"{output.omitted} bytes left out".encode() in text

@@ -290,7 +290,7 @@ def test_killing_a_session_of_a_warm_worker_tells_what_ends_with_it(
     roster = SessionRegistry(runs / "one" / "sessions.sqlite")
     for session_id in ("a.1", "b.1"):
         note(runs / "one", session_id, ProcessRef.of(os.getpid()), runtime="process")
-        roster.place(session_id, Phase.RUNNING, f"pid {worker.pid} (worker-1-1.log)")
+        roster.update(session_id, Phase.RUNNING, f"pid {worker.pid} (worker-1-1.log)")
     roster.close()
     assert main(["kill", "a.1"]) == 0
     assert f"pid {worker.pid} has ended, and with it what it served beside: b.1" in capsys.readouterr().out
@@ -302,8 +302,8 @@ async def test_a_run_does_not_go_on_elsewhere_while_its_old_place_may_still_run_
 ) -> None:
     roster = SessionRegistry(tmp_path / "sessions.sqlite")
     gone = dead()
-    roster.enter(gone)
-    roster.note("r.1", "container", gone, outlives=True, phase=Phase.RUNNING)
+    roster.add_owner(gone)
+    roster.record("r.1", "container", gone, outlives=True, phase=Phase.RUNNING)
     runtime = TrackedRuntime(InlineRuntime(good), roster, "inline")
     with pytest.raises(UsageError, match=r"in container \(r\.1\).*afield cleanup"):
         await runtime.__aenter__()

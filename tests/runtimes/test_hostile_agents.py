@@ -27,7 +27,7 @@ from afield.engines.scripted import ScriptedEngine
 from afield.errors import InfrastructureFailure
 from afield.interfaces import SessionSpec
 from afield.runtimes import invocations
-from afield.runtimes.sandbox import located
+from afield.runtimes.sandbox import resolve_target
 from afield.sandbox import cgroups
 from afield.sandbox.cgroups import PREFIX
 from afield.sandbox.messages import Program
@@ -299,7 +299,7 @@ async def test_runs_are_hidden_wherever_they_would_be_visible(tmp_path: Path) ->
     project = tmp_path / "project"
     logs = project / "runs" / "mine" / "verifiers" / "logs"
     logs.mkdir(parents=True)
-    _, hidden = located(f"{target}:agent", logs)
+    _, hidden = resolve_target(f"{target}:agent", logs)
     program = Program(mounts=(str(project),), hidden=hidden)
     async with nest_of(tmp_path, program) as nest:
         cell = await nest.start("s")

@@ -1,4 +1,4 @@
-"""Agents as Jobs: what the cluster is asked for, how each end is told, and what does not start."""
+"""Agents as Jobs: what the cluster is asked for, how each end is summary, and what does not start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from afield.errors import InfrastructureFailure, TaskFailure
 from afield.interfaces.runtime import Exit, Phase
-from afield.runtimes.kubernetes.objects import label_of, name_of
+from afield.runtimes.kubernetes.objects import job_name, label_value
 from afield.settings.runtimes import ResourceLimits
 from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, FailureKind, Reason
@@ -50,7 +50,7 @@ async def test_a_job_runs_once_has_bounds_and_holds_no_key(kube: FakeKube, sink:
         "env": {"MODE": "4"},
         "labels": {"team": "rl"},
         "node_selector": {"zone": "a"},
-        "attempt_timeout_s": 77,
+        "job_deadline_s": 77,
         "ttl_s": 11,
     }
     async with placed(kube, sink, **more) as place:
@@ -101,7 +101,7 @@ async def test_any_session_id_has_a_job_and_is_found_by_it(
     async with placed(kube, sink, name=run) as place:
         attempt = await place.launch({"do": "reward"}, rollout_id)
         [job] = jobs(kube)
-        assert job == name_of(run, attempt.session_id) and len(job) <= 63
+        assert job == job_name(run, attempt.session_id) and len(job) <= 63
         async with runtime_on(kube, name=run) as other:
             live = await other.status(attempt)
             assert live.session_id == attempt.session_id and live.where == f"{NAMESPACE}/{job}"
@@ -114,7 +114,7 @@ async def test_any_session_id_has_a_job_and_is_found_by_it(
 
 def test_ids_that_look_alike_have_names_of_their_own() -> None:
     ids = ["a.1", "A.1", "a-1", "a_1", "x" * 126 + ".1", "x" * 126 + ".2"]
-    assert len({name_of("run", one) for one in ids}) == len({label_of(one) for one in ids}) == len(ids)
+    assert len({job_name("run", one) for one in ids}) == len({label_value(one) for one in ids}) == len(ids)
 
 
 async def test_many_sessions_are_seen_by_one_list_and_one_watch(kube: FakeKube, sink: Sink) -> None:
@@ -135,7 +135,7 @@ async def test_many_sessions_are_seen_by_one_list_and_one_watch(kube: FakeKube, 
 
 
 async def test_a_session_past_its_deadline_is_ended_and_says_so(kube: FakeKube, sink: Sink) -> None:
-    async with placed(kube, sink, attempt_timeout_s=4) as place:
+    async with placed(kube, sink, job_deadline_s=4) as place:
         ended = await place.wait(await place.launch({"do": "beat"}))
         assert ended.failure and ended.failure.reason is Reason.TIMEOUT
         assert "DeadlineExceeded" in ended.failure.message
@@ -168,7 +168,7 @@ async def test_a_lost_node_is_a_failure_of_the_infrastructure(kube: FakeKube, si
 async def test_a_job_that_somebody_deletes_is_told(kube: FakeKube, sink: Sink, how: str) -> None:
     async with placed(kube, sink) as place:
         attempt = await place.launch({"do": "beat"})
-        await kube.nodes.delete_job(name_of("run", "r.1"), how)
+        await kube.nodes.delete_job(job_name("run", "r.1"), how)
         ended = await place.wait(attempt)
         assert ended.failure and ended.failure.reason is Reason.DIED and "deleted" in ended.failure.message
 

@@ -11,7 +11,7 @@ import pytest
 
 from afield.errors import InfrastructureFailure, RateLimited
 from afield.interfaces.runtime import Phase
-from afield.runtimes.kubernetes.objects import job_for, name_of
+from afield.runtimes.kubernetes.objects import job_for, job_name
 from afield.settings.runtimes import KubernetesOptions
 from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, Reason
@@ -31,8 +31,8 @@ class App(http.server.BaseHTTPRequestHandler):
         busy = any(time.time() < end for end in posts)
         self.say({"status": "HealthyBusy" if busy else "Healthy", "time_of_last_update": 0})
     def do_POST(self):
-        told = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        posts.append(time.time() + told["seconds"])
+        row = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        posts.append(time.time() + row["seconds"])
         print(f"payload {len(posts)}", flush=True)
         self.say({"status": "processing"})
     def say(self, body):
@@ -89,7 +89,7 @@ async def test_a_watch_that_is_too_old_begins_anew_and_misses_nothing(kube: Fake
         pod = kube.pod_of("lost.1")
         kube.nodes.running[pod].kill()
         kube.store.items["pods"].pop(pod)
-        kube.store.items["jobs"].pop(name_of("run", "lost.1"))
+        kube.store.items["jobs"].pop(job_name("run", "lost.1"))
         kube.store.compact()
         kube.store.wake()
         ended = await place.wait(lost)

@@ -34,7 +34,7 @@ class TestKubernetes(RuntimeContract):
     def spec(self, folder: Path, target: str = f"{ACTING}:act") -> Spec:
         image = image_of(self.kube, target)
         where = {"kubeconfig": str(self.kube.kubeconfig), "image": image, "log_dir": str(folder / "logs")}
-        return Spec("test_kubernetes_contract:made", where)
+        return Spec.of(made, where)
 
     @pytest.fixture
     async def place(self, sink: Sink, tmp_path: Path) -> AsyncIterator[Place]:

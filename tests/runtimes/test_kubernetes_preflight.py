@@ -108,8 +108,8 @@ async def test_a_kubeconfig_that_is_none_is_named(tmp_path: Path, text: str | No
     if text is not None:
         path.write_text(text)
     options = KubernetesOptions(image="a:1", kubeconfig=str(path))
-    told = await refused(KubernetesRuntime(options, name="r", log_dir=tmp_path))
-    assert said in told and str(path) in told
+    summary = await refused(KubernetesRuntime(options, name="r", log_dir=tmp_path))
+    assert said in summary and str(path) in summary
 
 
 async def test_a_context_that_is_not_there_is_named(kube: FakeKube) -> None:
@@ -158,14 +158,14 @@ async def test_a_token_is_read_again_when_it_has_changed(kube: FakeKube, tmp_pat
         await runtime.check()
 
 
-@pytest.mark.parametrize(("name", "value"), [("port", 0), ("ttl_s", -1), ("attempt_timeout_s", 0)])
+@pytest.mark.parametrize(("name", "value"), [("port", 0), ("ttl_s", -1), ("job_deadline_s", 0)])
 def test_numbers_that_make_no_sense_are_refused(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"{name} = {value}"):
         KubernetesOptions(**{name: value})
 
 
 def test_the_role_in_the_docs_is_what_is_needed() -> None:
-    page = ROOT / "docs" / "kubernetes.md"
+    page = ROOT / "docs" / "how-to" / "kubernetes.md"
     [manifest] = re.findall(r"```yaml\n(.*?)```", page.read_text(), re.S)
     role, binding = yaml.safe_load_all(manifest)
     given = {

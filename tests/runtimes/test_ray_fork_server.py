@@ -16,7 +16,14 @@ import pytest
 from msgspec import Raw
 
 from afield import wire
-from afield.runtimes.ray.messages import FRAME, Ended, Event, Ready, Start, Taken
+from afield.runtimes.ray.messages import (
+    FRAME,
+    AgentLoaded,
+    Event,
+    SessionAccepted,
+    SessionExited,
+    StartSession,
+)
 from agents.invoking import invocation, payload
 
 AGENT = """
@@ -59,12 +66,12 @@ class Parent:
         (size,) = FRAME.unpack(self._read(FRAME.size))
         return events.decode(self._read(size))
 
-    def run(self, name: str, row: dict[str, Any]) -> Ended:
+    def run(self, name: str, row: dict[str, Any]) -> SessionExited:
         told = payload(row, invocation(name, outcome_url=self._store.as_uri()))
-        order = msgspec.json.encode(Start(f"{name}.1", Raw(wire.encode(told))))
+        order = msgspec.json.encode(StartSession(f"{name}.1", Raw(wire.encode(told))))
         self._link.sendall(FRAME.pack(len(order)) + order)
-        while not isinstance(event := self.hear(), Ended):
-            assert isinstance(event, Taken)
+        while not isinstance(event := self.hear(), SessionExited):
+            assert isinstance(event, SessionAccepted)
         return event
 
     def reward(self, name: str) -> float:
@@ -92,7 +99,7 @@ def parent_of(tmp_path: Path) -> Iterator[Parent]:
         ours.settimeout(60)
         parent = Parent(ours, tmp_path / "store")
         ready = parent.hear()
-        assert isinstance(ready, Ready) and not ready.problem
+        assert isinstance(ready, AgentLoaded) and not ready.problem
         yield parent
 
 

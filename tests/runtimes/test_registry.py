@@ -18,9 +18,9 @@ import pytest
 from tests.contracts.runtime_contract import RuntimeContract
 from tests.contracts.test_runtime import process
 
-from afield.errors import InfrastructureFailure, RateLimited, Unavailable
+from afield.errors import DamagedFile, InfrastructureFailure, RateLimited
 from afield.interfaces.runtime import Capabilities, Exit, Phase, SessionStatus
-from afield.runtimes.attempt_table import Attempts, broken
+from afield.runtimes.base import AttemptTable, failed_exit
 from afield.runtimes.process import ProcessRuntime
 from afield.runtimes.registry import ProcessRef, SessionRegistry, TrackedRuntime
 from afield.transports.stores.files import FilesTransport
@@ -46,7 +46,7 @@ class Elsewhere:
         return self.can
 
     async def __aenter__(self) -> Self:
-        self.attempts = Attempts()
+        self.attempts = AttemptTable()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -66,11 +66,11 @@ class Elsewhere:
         return attempt.session_id in self.running and self.attempts.begin(attempt.session_id)
 
     async def wait(self, attempt: Attempt) -> Exit:
-        return await self.attempts.exit(attempt.session_id)
+        return await self.attempts.wait(attempt.session_id)
 
     async def stop(self, attempt: Attempt) -> None:
         self.running.pop(attempt.session_id, None)
-        self.attempts.settle(attempt.session_id, broken("stopped", Reason.CANCELLED))
+        self.attempts.record_exit(attempt.session_id, failed_exit("stopped", Reason.CANCELLED))
 
     async def status(self, attempt: Attempt) -> SessionStatus:
         raise AssertionError("asking a place that others can reach costs a call for each launch")
@@ -161,7 +161,7 @@ async def test_what_has_ended_is_struck_off_unless_its_place_lingers(
     place = Elsewhere({})
     async with TrackedRuntime(place, SessionRegistry(roster.path), "elsewhere") as runtime:
         await runtime.launch(ONE, {})
-        place.attempts.settle("r.1", Exit(lingers=lingers))
+        place.attempts.record_exit("r.1", Exit(lingers=lingers))
         assert (await runtime.wait(ONE)).lingers is lingers
         assert ids(roster) == (["r.1"] if lingers else [])
         await runtime.stop(ONE)
@@ -170,8 +170,8 @@ async def test_what_has_ended_is_struck_off_unless_its_place_lingers(
 
 async def test_whoever_adopts_a_session_owns_it(roster: SessionRegistry) -> None:
     dead = dead_owner()
-    roster.note("r.1", "elsewhere", dead, outlives=True, phase=Phase.RUNNING)
-    roster.note("gone.1", "elsewhere", dead, outlives=True, phase=Phase.RUNNING)
+    roster.record("r.1", "elsewhere", dead, outlives=True, phase=Phase.RUNNING)
+    roster.record("gone.1", "elsewhere", dead, outlives=True, phase=Phase.RUNNING)
     assert all(entry.orphan for entry in roster.entries())
     async with TrackedRuntime(Elsewhere({"r.1": None}), SessionRegistry(roster.path), "elsewhere") as runtime:
         assert await runtime.adopt(ONE) is True
@@ -181,7 +181,7 @@ async def test_whoever_adopts_a_session_owns_it(roster: SessionRegistry) -> None
 
 
 async def test_a_controller_that_ends_in_order_leaves_no_row(roster: SessionRegistry) -> None:
-    roster.note(
+    roster.record(
         "theirs.1", "elsewhere", ProcessRef("another-machine", 1, "1"), outlives=True, phase=Phase.RUNNING
     )
     async with TrackedRuntime(Elsewhere({}), SessionRegistry(roster.path), "elsewhere") as runtime:
@@ -195,9 +195,9 @@ async def test_the_next_controller_strikes_off_what_could_not_outlive_the_last(
     roster: SessionRegistry,
 ) -> None:
     dead = dead_owner()
-    roster.enter(dead)
-    roster.note("gone.1", "process", dead, outlives=False, phase=Phase.RUNNING)
-    roster.note("left.1", "elsewhere", dead, outlives=True, phase=Phase.RUNNING)
+    roster.add_owner(dead)
+    roster.record("gone.1", "process", dead, outlives=False, phase=Phase.RUNNING)
+    roster.record("left.1", "elsewhere", dead, outlives=True, phase=Phase.RUNNING)
     async with TrackedRuntime(Elsewhere({}), SessionRegistry(roster.path), "elsewhere"):
         assert ids(roster) == ["left.1"]
         assert roster.owners() == [ProcessRef.of(os.getpid())]
@@ -222,9 +222,11 @@ async def test_a_process_worker_is_named_with_its_process(roster: SessionRegistr
 def test_a_killed_controller_leaves_its_rows(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys\nfrom pathlib import Path\n"
-        "from afield.runtimes.registry import Owner, Roster\nfrom afield.interfaces.runtime import Phase\n"
-        "roster = Roster(Path(sys.argv[1]))\nus = Owner.of(os.getpid())\nroster.enter(us)\n"
-        "roster.note('r.1', 'elsewhere', us, outlives=True, phase=Phase.STARTING)\n"
+        "from afield.runtimes.registry import ProcessRef, SessionRegistry\n"
+        "from afield.interfaces.runtime import Phase\n"
+        "registry = SessionRegistry(Path(sys.argv[1]))\nowner = ProcessRef.of(os.getpid())\n"
+        "registry.add_owner(owner)\n"
+        "registry.record('r.1', 'elsewhere', owner, outlives=True, phase=Phase.STARTING)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     path = tmp_path / "sessions.sqlite"
@@ -241,7 +243,7 @@ async def test_a_roster_that_cannot_be_read_says_so(tmp_path: Path) -> None:
     path.write_bytes(b"not a database at all" * 100)
     with (
         contextlib.closing(SessionRegistry(path)) as roster,
-        pytest.raises(Unavailable, match=r"sessions\.sqlite"),
+        pytest.raises(DamagedFile, match=r"sessions\.sqlite"),
     ):
         roster.entries()
 
@@ -269,4 +271,4 @@ def rostered(folder: str, target: str) -> TrackedRuntime:
 
 class TestRostered(RuntimeContract):
     def spec(self, folder: Path, target: str = f"{ACTING}:act") -> Spec:
-        return Spec("test_roster:rostered", {"folder": str(folder), "target": target})
+        return Spec.of(rostered, {"folder": str(folder), "target": target})

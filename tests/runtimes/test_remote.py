@@ -18,7 +18,7 @@ from aiohttp import web
 
 from afield.errors import InfrastructureFailure, RateLimited, TaskFailure, UsageError
 from afield.interfaces.runtime import Exit
-from afield.runtimes.remote import ServedRuntime
+from afield.runtimes.remote import RemoteRuntime
 from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, FailureKind, Reason
 from agents.invoking import invocation, payload
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.anyio
 UNREACHABLE_S = 5.0
 
 
-def served(*urls: str, **options: Any) -> ServedRuntime:
-    return ServedRuntime(urls, **{"poll_s": 0.05, "unreachable_s": UNREACHABLE_S, **options})
+def served(*urls: str, **options: Any) -> RemoteRuntime:
+    return RemoteRuntime(urls, **{"poll_s": 0.05, "unreachable_s": UNREACHABLE_S, **options})
 
 
 @pytest.fixture
@@ -83,13 +83,13 @@ class Fake:
         return web.json_response({})
 
 
-async def launch(runtime: ServedRuntime, rollout_id: str = "r", n: int = 1) -> Attempt:
+async def launch(runtime: RemoteRuntime, rollout_id: str = "r", n: int = 1) -> Attempt:
     with anyio.fail_after(BOUND_S):
         await runtime.launch(Attempt(rollout_id, n), payload({}, invocation(rollout_id, n)))
     return Attempt(rollout_id, n)
 
 
-async def ended(runtime: ServedRuntime, attempt: Attempt) -> Exit:
+async def ended(runtime: RemoteRuntime, attempt: Attempt) -> Exit:
     with anyio.fail_after(BOUND_S):
         return await runtime.wait(attempt)
 
@@ -221,7 +221,7 @@ async def test_a_launch_without_an_answer_is_never_made_in_two_places(store: Fil
 @pytest.mark.parametrize("bad", [[], ["127.0.0.1:8080"]])
 def test_addresses_that_make_no_sense_are_refused(bad: list[str]) -> None:
     with pytest.raises(ValueError, match="http://"):
-        ServedRuntime(bad)
+        RemoteRuntime(bad)
 
 
 async def test_launching_outside_the_runtime_is_refused() -> None:

@@ -35,7 +35,7 @@ def made(target: str, folder: str) -> SandboxRuntime:
 @needs_bubblewrap
 class TestSandbox(RuntimeContract):
     def spec(self, folder: Path, target: str = f"{ACTING}:act") -> Spec:
-        return Spec("test_sandbox_runtime:made", {"target": target, "folder": str(folder)})
+        return Spec.of(made, {"target": target, "folder": str(folder)})
 
 
 def sandboxed(folder: Path, target: str = f"{ACTING}:act", **options: Any) -> SandboxRuntime:

@@ -15,7 +15,7 @@ import pytest
 
 from afield.errors import InfrastructureFailure, UsageError
 from afield.runtimes.process import ProcessRuntime
-from afield.runtimes.remote import ServedRuntime
+from afield.runtimes.remote import RemoteRuntime
 from afield.sdk.signed_invocations import (
     HEADER,
     InvocationKey,
@@ -101,7 +101,7 @@ async def test_what_was_signed_is_taken_and_what_was_changed_is_not(tmp_path: Pa
                 assert await asyncio.to_thread(status, url, data, headers) == 401, headers
             assert await asyncio.to_thread(status, f"{url}/r.1", b"", {}, "DELETE") == 401
             assert await asyncio.to_thread(status, url, body.encode(), good) == 200
-        async with serving() as server, ServedRuntime([server.url]) as runtime:
+        async with serving() as server, RemoteRuntime([server.url]) as runtime:
             place = Place(runtime, transport, sink)
             attempt = await place.launch({"do": "reward", "value": 0.5}, "signed")
             assert (await place.wait(attempt)).failure is None
@@ -115,7 +115,7 @@ async def test_a_controller_with_another_key_is_told_so(tmp_path: Path) -> None:
         FilesTransport(tmp_path / "store") as transport,
         Sink(transport).running() as sink,
         serving() as server,
-        ServedRuntime([server.url], key_file=tmp_path / "key") as runtime,
+        RemoteRuntime([server.url], key_file=tmp_path / "key") as runtime,
     ):
         with pytest.raises(InfrastructureFailure, match=r"401.*another key"):
             await Place(runtime, transport, sink).launch({"do": "reward"}, "r")

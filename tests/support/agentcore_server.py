@@ -15,7 +15,7 @@ import boto3
 from anyio import to_thread
 from botocore.config import Config
 
-from afield.agentcore_local.images import Image
+from afield.agentcore_local.images import AgentImage
 from afield.agentcore_local.server import AgentCoreServer, AgentCoreServerOptions
 from support.paths import TESTS
 from support.processes import alive
@@ -23,7 +23,7 @@ from support.processes import alive
 T = TypeVar("T")
 PROGRAM = TESTS / "agents" / "agentcore_app.py"
 ROLE = "arn:aws:iam::123456789012:role/agents"
-IMAGES = {"math": Image(script=str(PROGRAM))}
+IMAGES = {"math": AgentImage(script=str(PROGRAM))}
 URI = "123456789012.dkr.ecr.us-west-2.amazonaws.com/math:latest"
 
 

@@ -46,7 +46,7 @@ from afield.orchestrator.groups import GroupRunner, GroupScheduler, Schedule, St
 from afield.orchestrator.rollout import RolloutRunner
 from afield.orchestrator.state import RolloutStore, RunDirectory, RunState
 from afield.orchestrator.training_loop import LoopConfig, TrainingLoop
-from afield.runtimes.attempt_table import Attempts, broken
+from afield.runtimes.base import AttemptTable, failed_exit
 from afield.sdk.classify import attributed
 from afield.transports.stores.memory import MemoryTransport
 from afield.turn_tree import TurnTree
@@ -295,7 +295,7 @@ class SmallRuntime:
 
     def __init__(self, work: Callable[[Invocation], Awaitable[None]]) -> None:
         self._work = work
-        self._attempts = Attempts()
+        self._attempts = AttemptTable()
         self._running: dict[str, asyncio.Task[None]] = {}
         self.launched: Counter[str] = Counter()
 
@@ -327,24 +327,24 @@ class SmallRuntime:
         try:
             await self._work(invocation)
         finally:
-            self._attempts.settle(name, Exit())
+            self._attempts.record_exit(name, Exit())
 
     async def adopt(self, attempt: Attempt) -> bool | None:
-        return self._attempts.running(attempt.session_id)
+        return self._attempts.is_running(attempt.session_id)
 
     async def wait(self, attempt: Attempt) -> Exit:
-        return await self._attempts.exit(attempt.session_id)
+        return await self._attempts.wait(attempt.session_id)
 
     async def stop(self, attempt: Attempt) -> None:
-        self._attempts.settle(attempt.session_id, broken("stopped", Reason.CANCELLED))
+        self._attempts.record_exit(attempt.session_id, failed_exit("stopped", Reason.CANCELLED))
         if task := self._running.get(attempt.session_id):
             task.cancel()
 
     async def status(self, attempt: Attempt) -> SessionStatus:
-        return self._attempts.live(attempt.session_id)
+        return self._attempts.status(attempt.session_id)
 
     async def list(self) -> list[SessionStatus]:
-        return [self._attempts.live(session_id) for session_id in self._attempts]
+        return [self._attempts.status(session_id) for session_id in self._attempts]
 
     async def logs(self, attempt: Attempt) -> str:
         return ""

@@ -28,7 +28,7 @@ from afield.interfaces import (
     StepReport,
     Transport,
 )
-from afield.runtimes.attempt_table import Attempts, broken
+from afield.runtimes.base import AttemptTable, failed_exit
 from afield.turn_tree import TurnTree
 from afield.types import (
     Attempt,
@@ -191,7 +191,7 @@ class SimulatedRuntime:
     def __init__(self, habits: Habits, seed: int, gateway: SimulatedGateway, transport: Transport) -> None:
         self._habits, self._seed = habits, seed
         self._gateway, self._transport = gateway, transport
-        self._attempts = Attempts()
+        self._attempts = AttemptTable()
         self._agents: dict[str, asyncio.Task[None]] = {}
         self.launched = self.died = self.lost = 0  # attempts, those that died, and what those had sampled
         self.last_first = 0.0  # when the last rollout began, retries not counted
@@ -223,13 +223,13 @@ class SimulatedRuntime:
         agent.add_done_callback(lambda _: self._gone(attempt.session_id))
 
     async def adopt(self, attempt: Attempt) -> bool | None:
-        return self._attempts.running(attempt.session_id)
+        return self._attempts.is_running(attempt.session_id)
 
     async def wait(self, attempt: Attempt) -> Exit:
-        return await self._attempts.exit(attempt.session_id)
+        return await self._attempts.wait(attempt.session_id)
 
     async def status(self, attempt: Attempt) -> SessionStatus:
-        running = self._attempts.running(attempt.session_id)
+        running = self._attempts.is_running(attempt.session_id)
         return SessionStatus(session_id=attempt.session_id, phase=Phase.RUNNING if running else Phase.UNKNOWN)
 
     async def list(self) -> list[SessionStatus]:
@@ -242,11 +242,11 @@ class SimulatedRuntime:
         if agent := self._agents.get(attempt.session_id):
             agent.cancel()
             await asyncio.wait([agent])
-        self._attempts.settle(attempt.session_id, broken("stopped", Reason.CANCELLED))
+        self._attempts.record_exit(attempt.session_id, failed_exit("stopped", Reason.CANCELLED))
 
     def _gone(self, session_id: str) -> None:
         del self._agents[session_id]
-        self._attempts.settle(session_id, broken(f"{session_id} was ended", Reason.CANCELLED))
+        self._attempts.record_exit(session_id, failed_exit(f"{session_id} was ended", Reason.CANCELLED))
 
     async def _live(self, invocation: wire.Invocation) -> None:
         life = life_of(self._habits, self._seed, invocation.rollout_id, invocation.attempt)
@@ -257,8 +257,8 @@ class SimulatedRuntime:
                     await self._gateway.call(invocation.session_id, left, dying=True)
                     self.died += 1
                     self.lost += life.dies_after or 0
-                    died = broken(f"the sandbox of {invocation.session_id} died", Reason.DIED)
-                    return self._attempts.settle(invocation.session_id, died)
+                    died = failed_exit(f"the sandbox of {invocation.session_id} died", Reason.DIED)
+                    return self._attempts.record_exit(invocation.session_id, died)
                 left = None if left is None else left - turn
                 await self._gateway.call(invocation.session_id, turn)
                 await asyncio.sleep(tool)
@@ -266,7 +266,7 @@ class SimulatedRuntime:
                 rollout_id=invocation.rollout_id, attempt=invocation.attempt, reward=life.reward
             )
             await self._transport.deliver(invocation, wire.OutcomeRecord.of(invocation, outcome))
-        return self._attempts.settle(invocation.session_id, Exit())
+        return self._attempts.record_exit(invocation.session_id, Exit())
 
 
 class Step(Struct, frozen=True, kw_only=True):

@@ -19,21 +19,21 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from afield.agentcore_local.errors import Problem, invalid, not_found
-from afield.agentcore_local.faults import Luck
-from afield.agentcore_local.hosts import Broken, Places
-from afield.agentcore_local.images import Image, image_of
+from afield.agentcore_local.errors import ServiceError, invalid, not_found
+from afield.agentcore_local.faults import FaultInjector
+from afield.agentcore_local.hosts import HostError, ProgramHosts
+from afield.agentcore_local.images import AgentImage, image_of
 from afield.agentcore_local.requests import (
-    Create,
-    EndpointChange,
-    EndpointWish,
-    Settings,
-    TagWish,
-    Update,
+    CreateEndpointRequest,
+    CreateRequest,
+    RuntimeSettings,
+    TagRequest,
+    UpdateEndpointRequest,
+    UpdateRequest,
     check,
     read,
 )
-from afield.agentcore_local.sessions import Sessions
+from afield.agentcore_local.sessions import LocalSessions
 
 Status = Literal["CREATING", "CREATE_FAILED", "UPDATING", "UPDATE_FAILED", "READY", "DELETING"]
 ALPHABET = string.ascii_letters + string.digits
@@ -44,12 +44,12 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def made_up_id() -> str:
+def random_id() -> str:
     return "".join(secrets.choice(ALPHABET) for _ in range(10))
 
 
-class Version:
-    def __init__(self, number: int, settings: Settings, image: Image) -> None:
+class RuntimeVersion:
+    def __init__(self, number: int, settings: RuntimeSettings, image: AgentImage) -> None:
         self.number, self.settings, self.image = str(number), settings, image
         self.status: Status = "CREATING" if number == 1 else "UPDATING"
         self.updated = now()
@@ -63,9 +63,9 @@ class Version:
             self.status = "CREATE_FAILED" if self.number == "1" else "UPDATE_FAILED"
 
 
-class Endpoint:
+class RuntimeEndpoint:
     def __init__(self, name: str, target: str, description: str | None) -> None:
-        self.name, self.id = name, f"{name}-{made_up_id()}"
+        self.name, self.id = name, f"{name}-{random_id()}"
         self.live: str | None = None
         self.target, self.description = target, description
         self.tags: dict[str, str] = {}
@@ -77,18 +77,18 @@ class Endpoint:
         self.status, self.updated = "READY", now()
 
 
-class Runtime:
-    def __init__(self, name: str, arn_prefix: str, settings: Settings, image: Image) -> None:
-        self.name, self.id = name, f"{name}-{made_up_id()}"
+class LocalAgentRuntime:
+    def __init__(self, name: str, arn_prefix: str, settings: RuntimeSettings, image: AgentImage) -> None:
+        self.name, self.id = name, f"{name}-{random_id()}"
         self.arn = f"{arn_prefix}:runtime/{self.id}"
         self.created = now()
         self.deleting = False
-        self.versions = {"1": Version(1, settings, image)}
-        self.endpoints = {DEFAULT: Endpoint(DEFAULT, "1", None)}
+        self.versions = {"1": RuntimeVersion(1, settings, image)}
+        self.endpoints = {DEFAULT: RuntimeEndpoint(DEFAULT, "1", None)}
         self.tags: dict[str, str] = {}
 
     @property
-    def newest(self) -> Version:
+    def newest(self) -> RuntimeVersion:
         return self.versions[str(len(self.versions))]
 
     @property
@@ -97,18 +97,20 @@ class Runtime:
 
     def check_settled(self) -> None:
         if self.status in ("CREATING", "UPDATING", "DELETING"):
-            raise Problem("ConflictException", f"agent {self.id} is {self.status}; try again when it is not")
+            raise ServiceError(
+                "ConflictException", f"agent {self.id} is {self.status}; try again when it is not"
+            )
 
-    def update(self, settings: Settings, image: Image) -> Version:
+    def update(self, settings: RuntimeSettings, image: AgentImage) -> RuntimeVersion:
         self.check_settled()
-        version = Version(len(self.versions) + 1, settings, image)
+        version = RuntimeVersion(len(self.versions) + 1, settings, image)
         self.versions[version.number] = version
         default = self.endpoints[DEFAULT]
         default.target = version.number
         default.status = "UPDATING" if default.live else "CREATING"
         return version
 
-    def settle(self, version: Version, failure: str) -> None:
+    def settle(self, version: RuntimeVersion, failure: str) -> None:
         version.settle(failure)
         default = self.endpoints[DEFAULT]
         if not failure:
@@ -118,58 +120,62 @@ class Runtime:
 
     # --- versions and endpoints ------------------------------------------------------------------
 
-    def version(self, number: str) -> Version:
+    def version(self, number: str) -> RuntimeVersion:
         if number not in self.versions:
             raise not_found(f"version {number} of agent {self.id}")
         return self.versions[number]
 
-    def endpoint(self, name: str) -> Endpoint:
+    def endpoint(self, name: str) -> RuntimeEndpoint:
         if name not in self.endpoints:
             raise not_found(f"endpoint {name} of agent {self.id}")
         return self.endpoints[name]
 
-    def serving(self, qualifier: str) -> Version:
+    def serving(self, qualifier: str) -> RuntimeVersion:
         """The version that answers at an endpoint."""
         endpoint = self.endpoints.get(qualifier)
         if endpoint is None or endpoint.live is None or self.deleting:
             message = f"No endpoint or agent found with qualifier '{qualifier}' for agent '{self.arn}'"
-            raise Problem("ResourceNotFoundException", message)
+            raise ServiceError("ResourceNotFoundException", message)
         return self.versions[endpoint.live]
 
-    def add_endpoint(self, wish: EndpointWish) -> Endpoint:
-        if wish.name in self.endpoints:
-            raise Problem("ConflictException", f"agent {self.id} has an endpoint {wish.name} already")
-        version = self._ready(wish.agent_runtime_version or self.newest.number)
-        endpoint = Endpoint(wish.name, version.number, wish.description)
-        endpoint.tags.update(wish.tags)
+    def add_endpoint(self, options: CreateEndpointRequest) -> RuntimeEndpoint:
+        if options.name in self.endpoints:
+            raise ServiceError("ConflictException", f"agent {self.id} has an endpoint {options.name} already")
+        version = self._ready(options.agent_runtime_version or self.newest.number)
+        endpoint = RuntimeEndpoint(options.name, version.number, options.description)
+        endpoint.tags.update(options.tags)
         endpoint.point(endpoint.target)
-        self.endpoints[wish.name] = endpoint
+        self.endpoints[options.name] = endpoint
         return endpoint
 
-    def point_endpoint(self, name: str, wish: EndpointChange) -> Endpoint:
+    def point_endpoint(self, name: str, options: UpdateEndpointRequest) -> RuntimeEndpoint:
         """It stays at its version where none is named."""
         endpoint = self.endpoint(name)
         if name == DEFAULT:
-            raise Problem("ConflictException", "DEFAULT follows the newest version and cannot be pointed")
-        endpoint.point(self._ready(wish.agent_runtime_version or endpoint.target).number)
-        endpoint.description = wish.description or endpoint.description
+            raise ServiceError(
+                "ConflictException", "DEFAULT follows the newest version and cannot be pointed"
+            )
+        endpoint.point(self._ready(options.agent_runtime_version or endpoint.target).number)
+        endpoint.description = options.description or endpoint.description
         return endpoint
 
-    def _ready(self, number: str) -> Version:
+    def _ready(self, number: str) -> RuntimeVersion:
         version = self.version(number)
         if version.status != "READY":
-            raise Problem("ConflictException", f"version {version.number} is {version.status}, not READY")
+            raise ServiceError(
+                "ConflictException", f"version {version.number} is {version.status}, not READY"
+            )
         return version
 
     def drop_endpoint(self, name: str) -> None:
         self.endpoint(name)
         if name == DEFAULT:
-            raise Problem("ConflictException", "DEFAULT lives as long as its agent; delete the agent")
+            raise ServiceError("ConflictException", "DEFAULT lives as long as its agent; delete the agent")
         del self.endpoints[name]
 
     # --- as the service shows them ---------------------------------------------------------------
 
-    def summary(self, version: Version) -> dict[str, object]:
+    def summary(self, version: RuntimeVersion) -> dict[str, object]:
         return {
             "agentRuntimeArn": self.arn,
             "agentRuntimeId": self.id,
@@ -180,7 +186,7 @@ class Runtime:
             "status": "DELETING" if self.deleting else version.status,
         }
 
-    def endpoint_view(self, endpoint: Endpoint) -> dict[str, object]:
+    def endpoint_view(self, endpoint: RuntimeEndpoint) -> dict[str, object]:
         shown: dict[str, object] = {
             "name": endpoint.name,
             "id": endpoint.id,
@@ -224,13 +230,18 @@ class Account(Struct, frozen=True, kw_only=True):
         return f"arn:aws:bedrock-agentcore:{self.region}:{self.account}"
 
 
-class Control:
+class ControlPlane:
     def __init__(
-        self, account: Account, images: Mapping[str, Image], places: Places, sessions: Sessions, luck: Luck
+        self,
+        account: Account,
+        images: Mapping[str, AgentImage],
+        hosts: ProgramHosts,
+        sessions: LocalSessions,
+        faults: FaultInjector,
     ) -> None:
-        self._account, self._images, self._places = account, images, places
-        self._sessions, self._luck = sessions, luck
-        self._runtimes: dict[str, Runtime] = {}
+        self._account, self._images, self._hosts = account, images, hosts
+        self._sessions, self._faults = sessions, faults
+        self._runtimes: dict[str, LocalAgentRuntime] = {}
         self._tokens: dict[tuple[str, str], tuple[Any, Reply]] = {}
         self._work: set[asyncio.Task[None]] = set()
 
@@ -239,7 +250,7 @@ class Control:
             task.cancel()
         await asyncio.gather(*self._work, return_exceptions=True)
 
-    def find(self, name: str) -> Runtime:
+    def find(self, name: str) -> LocalAgentRuntime:
         """By ARN or id."""
         runtime = self._runtimes.get(name.rpartition("/")[2])
         if runtime is None or (name.startswith("arn:") and name != runtime.arn):
@@ -249,16 +260,18 @@ class Control:
     # --- agent runtimes --------------------------------------------------------------------------
 
     def create(self, body: bytes) -> Reply:
-        wish = read(body, Create)
-        check(wish, body)
-        return self._once("create", wish.client_token, body, lambda: self._create(wish))
+        options = read(body, CreateRequest)
+        check(options, body)
+        return self._once("create", options.client_token, body, lambda: self._create(options))
 
-    def _create(self, wish: Create) -> Reply:
-        if any(runtime.name == wish.agent_runtime_name for runtime in self._runtimes.values()):
-            raise Problem("ConflictException", f"an agent named {wish.agent_runtime_name} exists already")
-        image = image_of(wish.agent_runtime_artifact, self._images, self._account.code_root)
-        runtime = Runtime(wish.agent_runtime_name, self._account.arn, wish, image)
-        runtime.tags.update(wish.tags)
+    def _create(self, options: CreateRequest) -> Reply:
+        if any(runtime.name == options.agent_runtime_name for runtime in self._runtimes.values()):
+            raise ServiceError(
+                "ConflictException", f"an agent named {options.agent_runtime_name} exists already"
+            )
+        image = image_of(options.agent_runtime_artifact, self._images, self._account.code_root)
+        runtime = LocalAgentRuntime(options.agent_runtime_name, self._account.arn, options, image)
+        runtime.tags.update(options.tags)
         self._runtimes[runtime.id] = runtime
         self._later(self._make_ready(runtime, runtime.newest))
         return 202, self._made(runtime)
@@ -272,20 +285,20 @@ class Control:
             return reply
         if known[0] != asked:
             message = "this client token came with another request before"
-            raise Problem("ValidationException", message, reason="IdempotentParameterMismatchException")
+            raise ServiceError("ValidationException", message, reason="IdempotentParameterMismatchException")
         return known[1]
 
     def update(self, runtime_id: str, body: bytes) -> Reply:
         runtime = self.find(runtime_id)
-        wish = read(body, Update)
-        check(wish, body)
+        options = read(body, UpdateRequest)
+        check(options, body)
         return self._once(
-            f"update {runtime.id}", wish.client_token, body, lambda: self._update(runtime, wish)
+            f"update {runtime.id}", options.client_token, body, lambda: self._update(runtime, options)
         )
 
-    def _update(self, runtime: Runtime, wish: Update) -> Reply:
-        image = image_of(wish.agent_runtime_artifact, self._images, self._account.code_root)
-        version = runtime.update(wish, image)
+    def _update(self, runtime: LocalAgentRuntime, options: UpdateRequest) -> Reply:
+        image = image_of(options.agent_runtime_artifact, self._images, self._account.code_root)
+        version = runtime.update(options, image)
         self._later(self._make_ready(runtime, version))
         return 202, {**self._made(runtime), "lastUpdatedAt": version.updated}
 
@@ -323,7 +336,7 @@ class Control:
         rows = [runtime.summary(version) for version in reversed(runtime.versions.values())]
         return 200, _page("agentRuntimes", rows, query)
 
-    def _made(self, runtime: Runtime) -> dict[str, Any]:
+    def _made(self, runtime: LocalAgentRuntime) -> dict[str, Any]:
         return {
             "agentRuntimeArn": runtime.arn,
             "agentRuntimeId": runtime.id,
@@ -333,7 +346,7 @@ class Control:
             **self._identity(runtime),
         }
 
-    def _identity(self, runtime: Runtime) -> dict[str, Any]:
+    def _identity(self, runtime: LocalAgentRuntime) -> dict[str, Any]:
         directory = "workload-identity-directory/default/workload-identity"
         return {
             "workloadIdentityDetails": {
@@ -341,16 +354,16 @@ class Control:
             }
         }
 
-    async def _make_ready(self, runtime: Runtime, version: Version) -> None:
+    async def _make_ready(self, runtime: LocalAgentRuntime, version: RuntimeVersion) -> None:
         await asyncio.sleep(self._account.ready_s)
-        failure = "injected by --fault create" if self._luck.strikes("create", runtime.name) else ""
+        failure = "injected by --fault create" if self._faults.draw("create", runtime.name) else ""
         try:
-            await self._places.prepare(version.image)
-        except Broken as error:
+            await self._hosts.prepare(version.image)
+        except HostError as error:
             failure = str(error)
         runtime.settle(version, failure)
 
-    async def _forget(self, runtime: Runtime) -> None:
+    async def _forget(self, runtime: LocalAgentRuntime) -> None:
         await asyncio.sleep(self._account.ready_s)
         self._runtimes.pop(runtime.id, None)
         of_it = [key for key, (_, told) in self._tokens.items() if told[1]["agentRuntimeArn"] == runtime.arn]
@@ -365,24 +378,24 @@ class Control:
     # --- endpoints -------------------------------------------------------------------------------
 
     def create_endpoint(self, runtime_id: str, body: bytes) -> Reply:
-        runtime, wish = self.find(runtime_id), read(body, EndpointWish)
+        runtime, options = self.find(runtime_id), read(body, CreateEndpointRequest)
 
         def make() -> Reply:
-            endpoint = runtime.add_endpoint(wish)
+            endpoint = runtime.add_endpoint(options)
             more = {"agentRuntimeId": runtime.id, "endpointName": endpoint.name, "status": "CREATING"}
             return 202, {**runtime.endpoint_view(endpoint), **more}
 
-        return self._once(f"endpoint of {runtime.id}", wish.client_token, body, make)
+        return self._once(f"endpoint of {runtime.id}", options.client_token, body, make)
 
     def update_endpoint(self, runtime_id: str, name: str, body: bytes) -> Reply:
         runtime = self.find(runtime_id)
-        wish = read(body, EndpointChange)
+        options = read(body, UpdateEndpointRequest)
 
         def point() -> Reply:
-            endpoint = runtime.point_endpoint(name, wish)
+            endpoint = runtime.point_endpoint(name, options)
             return 202, {**runtime.endpoint_view(endpoint), "status": "UPDATING"}
 
-        return self._once(f"endpoint {name} of {runtime.id}", wish.client_token, body, point)
+        return self._once(f"endpoint {name} of {runtime.id}", options.client_token, body, point)
 
     def get_endpoint(self, runtime_id: str, name: str) -> Reply:
         runtime = self.find(runtime_id)
@@ -395,7 +408,7 @@ class Control:
 
     def list_endpoints(self, runtime_id: str, query: Mapping[str, str]) -> Reply:
         runtime = self.find(runtime_id)
-        endpoints: Sequence[Endpoint] = list(runtime.endpoints.values())
+        endpoints: Sequence[RuntimeEndpoint] = list(runtime.endpoints.values())
         return 200, _page("runtimeEndpoints", [runtime.endpoint_view(e) for e in endpoints], query)
 
     # --- tags ------------------------------------------------------------------------------------
@@ -404,9 +417,11 @@ class Control:
         return 200, {"tags": self._tagged(arn)}
 
     def tag(self, arn: str, body: bytes) -> Reply:
-        tags, more = self._tagged(arn), read(body, TagWish).tags
+        tags, more = self._tagged(arn), read(body, TagRequest).tags
         if len(tags | more) > MOST_TAGS:
-            raise Problem("ServiceQuotaExceededException", f"{arn} would have more than {MOST_TAGS} tags")
+            raise ServiceError(
+                "ServiceQuotaExceededException", f"{arn} would have more than {MOST_TAGS} tags"
+            )
         tags.update(more)
         return 204, {}
 
@@ -418,8 +433,8 @@ class Control:
 
     def _tagged(self, arn: str) -> dict[str, str]:
         """Of a runtime, or of one of its endpoints."""
-        place, endpoint, name = arn.partition("/runtime-endpoint/")
-        runtime = self.find(place)
+        host, endpoint, name = arn.partition("/runtime-endpoint/")
+        runtime = self.find(host)
         return runtime.endpoint(name).tags if endpoint else runtime.tags
 
 

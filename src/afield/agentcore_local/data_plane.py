@@ -9,14 +9,14 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from afield.agentcore_local import http
-from afield.agentcore_local.control_plane import DEFAULT, Control, Runtime
-from afield.agentcore_local.errors import ConnectionCut, Problem, invalid, not_found
-from afield.agentcore_local.faults import Luck
-from afield.agentcore_local.hosts import Broken, Ended, Output, Place
-from afield.agentcore_local.http import BROKEN, Reply, Request, ask
-from afield.agentcore_local.quotas import Bucket, Quotas
-from afield.agentcore_local.requests import Command, RequestHeaders, read
-from afield.agentcore_local.sessions import Key, Pace, Session, Sessions, Wanted
+from afield.agentcore_local.control_plane import DEFAULT, ControlPlane, LocalAgentRuntime
+from afield.agentcore_local.errors import ConnectionCut, ServiceError, invalid, not_found
+from afield.agentcore_local.faults import FaultInjector
+from afield.agentcore_local.hosts import CommandExit, CommandOutput, HostError, ProgramHost
+from afield.agentcore_local.http import BROKEN, ApiRequest, Reply, ask
+from afield.agentcore_local.quotas import Quotas, TokenBucket
+from afield.agentcore_local.requests import CommandRequest, RequestHeaders, read
+from afield.agentcore_local.sessions import Key, LocalSession, LocalSessions, SessionSpec, Timings
 
 SESSION = "x-amzn-bedrock-agentcore-runtime-session-id"
 REQUEST = "x-amzn-bedrock-agentcore-runtime-request-id"
@@ -45,21 +45,28 @@ RETURNED = (
 LOGS = "Please check the session's log for more information."
 
 
-class Data:
-    def __init__(self, control: Control, sessions: Sessions, quotas: Quotas, pace: Pace, luck: Luck) -> None:
-        self._control, self._sessions, self._pace, self._luck = control, sessions, pace, luck
+class DataPlane:
+    def __init__(
+        self,
+        control: ControlPlane,
+        sessions: LocalSessions,
+        quotas: Quotas,
+        pace: Timings,
+        faults: FaultInjector,
+    ) -> None:
+        self._control, self._sessions, self._pace, self._faults = control, sessions, pace, faults
         self._quotas = quotas
-        self._invokes: dict[str, Bucket] = {}
-        self._stops = Bucket(quotas.stop_rate, quotas.burst_s, time.monotonic)
+        self._invokes: dict[str, TokenBucket] = {}
+        self._stops = TokenBucket(quotas.stop_rate, quotas.burst_s, time.monotonic)
 
-    async def invoke(self, request: Request, arn: str) -> None:
+    async def invoke(self, request: ApiRequest, arn: str) -> None:
         body = await request.body()
         await self._ask(request, arn, "POST", "/invocations", body)
 
-    async def card(self, request: Request, arn: str) -> None:
+    async def card(self, request: ApiRequest, arn: str) -> None:
         await self._ask(request, arn, "GET", "/.well-known/agent-card.json", b"")
 
-    async def _ask(self, request: Request, arn: str, method: str, path: str, body: bytes) -> None:
+    async def _ask(self, request: ApiRequest, arn: str, method: str, path: str, body: bytes) -> None:
         runtime, key, wanted = self._wanted(request, arn)
         session = await self._sessions.enter(key, wanted)
         allowed = runtime.serving(key[1]).settings.request_header_configuration
@@ -67,53 +74,53 @@ class Data:
         with session.busy():
             try:
                 async with (
-                    asyncio.timeout(self._pace.answer_s / self._pace.hurry) as limit,
+                    asyncio.timeout(self._pace.answer_s / self._pace.speed) as limit,
                     ask(await session.ready.result().connect(), method, path, headers, body) as reply,
                 ):
-                    await self._unlucky(key[2])
+                    await self._inject_fault(key[2])
                     limit.reschedule(asyncio.get_running_loop().time() + self._stream_s)
                     await _pass_on(request, reply, key[2])
             except TimeoutError as error:
                 raise _failed("did not answer in time", session) from error
             except BROKEN as error:
-                await self._mourn(session)
+                await self._stop_if_dead(session)
                 # What asyncio says of it counts bytes that nobody knows of.
                 why = "" if isinstance(error, asyncio.IncompleteReadError) else f": {error}"
                 raise _failed(f"broke off before it had answered{why}", session) from error
 
     @property
     def _stream_s(self) -> float:
-        return self._pace.stream_s / self._pace.hurry
+        return self._pace.stream_s / self._pace.speed
 
-    async def _unlucky(self, session_id: str) -> None:
-        if fault := self._luck.strikes("hang", session_id):
+    async def _inject_fault(self, session_id: str) -> None:
+        if fault := self._faults.draw("hang", session_id):
             await asyncio.sleep(fault.seconds)
-        if self._luck.strikes("cut", session_id):
+        if self._faults.draw("cut", session_id):
             raise ConnectionCut
 
-    async def _mourn(self, session: Session) -> None:
+    async def _stop_if_dead(self, session: LocalSession) -> None:
         """A program that broke off may be dead; then its session is over before anybody asks again."""
-        place = session.ready.result()
+        host = session.ready.result()
         try:
             async with asyncio.timeout(1.0):
-                await place.ended()
+                await host.ended()
         except TimeoutError:
             return
         await self._sessions.stop(session, "died")
 
-    async def command(self, request: Request, arn: str) -> None:
-        wish = read(await request.body(), Command)
+    async def command(self, request: ApiRequest, arn: str) -> None:
+        options = read(await request.body(), CommandRequest)
         _, key, wanted = self._wanted(request, arn)
         session = await self._sessions.enter(key, wanted)
         with session.busy():
             headers = [("content-type", http.EVENT_STREAM), (SESSION, key[2])]
             await request.begin(200, headers)
-            async with aclosing(_events(session.ready.result(), wish)) as events:
+            async with aclosing(_events(session.ready.result(), options)) as events:
                 async for event in events:
                     await request.piece(event)
             await request.end()
 
-    async def stop(self, request: Request, arn: str) -> None:
+    async def stop(self, request: ApiRequest, arn: str) -> None:
         await request.body()
         runtime = self._control.find(arn)
         key = self._key(request, runtime)
@@ -123,24 +130,24 @@ class Data:
         session = self._sessions.find(key)
         if session is None:
             raise not_found(f"session {key[2]} of agent {runtime.id}")
-        if not self._luck.strikes("lie", key[2]):
+        if not self._faults.draw("lie", key[2]):
             await self._sessions.stop(session)
         await request.answer(200, {}, [(SESSION, key[2])])
 
     # --- what is asked for -----------------------------------------------------------------------
 
-    def _wanted(self, request: Request, arn: str) -> tuple[Runtime, Key, Wanted]:
+    def _wanted(self, request: ApiRequest, arn: str) -> tuple[LocalAgentRuntime, Key, SessionSpec]:
         runtime = self._control.find(arn)
         key = self._key(request, runtime)
         version = runtime.serving(key[1])
         bucket = self._invokes.get(runtime.id)
         if bucket is None:
-            bucket = Bucket(self._quotas.invoke_rate, self._quotas.burst_s, time.monotonic)
+            bucket = TokenBucket(self._quotas.invoke_rate, self._quotas.burst_s, time.monotonic)
             self._invokes[runtime.id] = bucket
         bucket.take("invokes of one agent")
-        self._luck.check(key[2])
+        self._faults.check(key[2])
         settings = version.settings
-        wanted = Wanted(
+        wanted = SessionSpec(
             image=version.image,
             version=version.number,
             env=settings.environment_variables,
@@ -148,14 +155,14 @@ class Data:
         )
         return runtime, key, wanted
 
-    def _key(self, request: Request, runtime: Runtime) -> Key:
+    def _key(self, request: ApiRequest, runtime: LocalAgentRuntime) -> Key:
         session_id = request.headers.get(SESSION) or str(uuid.uuid4())
         if not 33 <= len(session_id) <= 256:
             raise invalid("runtimeSessionId", f"has {len(session_id)} characters; 33 to 256 are allowed")
         return runtime.id, request.query.get("qualifier", DEFAULT), session_id
 
 
-def _passed(request: Request, allowed: RequestHeaders | None) -> dict[str, str]:
+def _passed(request: ApiRequest, allowed: RequestHeaders | None) -> dict[str, str]:
     more = {name.lower() for name in allowed.request_header_allowlist} if allowed else set()
     known = PASSED | more
     return {
@@ -163,14 +170,14 @@ def _passed(request: Request, allowed: RequestHeaders | None) -> dict[str, str]:
     }
 
 
-def _failed(why: str, session: Session) -> Problem:
-    return Problem("RuntimeClientError", f"the program of session {session.key[2]} {why}. {LOGS}")
+def _failed(why: str, session: LocalSession) -> ServiceError:
+    return ServiceError("RuntimeClientError", f"the program of session {session.key[2]} {why}. {LOGS}")
 
 
-async def _pass_on(request: Request, reply: Reply, session_id: str) -> None:
+async def _pass_on(request: ApiRequest, reply: Reply, session_id: str) -> None:
     if reply.status >= 400:
         await reply.read()
-        raise Problem("RuntimeClientError", f"Received error ({reply.status}) from runtime. {LOGS}")
+        raise ServiceError("RuntimeClientError", f"Received error ({reply.status}) from runtime. {LOGS}")
     headers = [(SESSION, session_id), ("content-type", reply.headers.get("content-type", "application/json"))]
     headers += [(name, reply.headers[name]) for name in RETURNED if name in reply.headers]
     if reply.whole:
@@ -192,18 +199,18 @@ async def _pass_on(request: Request, reply: Reply, session_id: str) -> None:
     await request.end()
 
 
-async def _events(place: Place, wish: Command) -> AsyncGenerator[bytes]:
+async def _events(host: ProgramHost, options: CommandRequest) -> AsyncGenerator[bytes]:
     yield http.event_frame("chunk", {"contentStart": {}})
     try:
-        async with aclosing(place.run(wish.command, wish.timeout)) as said:
+        async with aclosing(host.run(options.command, options.timeout)) as said:
             async for one in said:
                 yield http.event_frame("chunk", _chunk(one))
-    except Broken as error:
+    except HostError as error:
         yield http.exception_frame("runtimeClientError", {"message": str(error)})
 
 
-def _chunk(said: Output | Ended) -> dict[str, object]:
-    if isinstance(said, Output):
+def _chunk(said: CommandOutput | CommandExit) -> dict[str, object]:
+    if isinstance(said, CommandOutput):
         return {"contentDelta": {said.channel: said.text}}
     status = "TIMED_OUT" if said.timed_out else "COMPLETED"
     return {"contentStop": {"exitCode": said.exit_code, "status": status}}

@@ -31,7 +31,7 @@ STATUS: dict[Kind, int] = {
 }
 
 
-class Problem(Exception):
+class ServiceError(Exception):
     """An answer other than the one asked for. `fields` are (name, message) of what did not validate."""
 
     def __init__(
@@ -58,12 +58,12 @@ class Problem(Exception):
         return said
 
 
-def invalid(field: str, message: str) -> Problem:
-    return Problem("ValidationException", f"{field}: {message}", fields=[(field, message)])
+def invalid(field: str, message: str) -> ServiceError:
+    return ServiceError("ValidationException", f"{field}: {message}", fields=[(field, message)])
 
 
-def not_found(what: str) -> Problem:
-    return Problem("ResourceNotFoundException", f"{what} was not found")
+def not_found(what: str) -> ServiceError:
+    return ServiceError("ResourceNotFoundException", f"{what} was not found")
 
 
 class ConnectionCut(Exception):

@@ -1,6 +1,6 @@
-"""Bad luck on purpose: which calls go wrong, and how, decided by a seed.
+"""Bad faults on purpose: which calls go wrong, and how, decided by a seed.
 
-A call's luck depends on the seed, the kind, its session id and how often that was asked before, and on
+A call's faults depends on the seed, the kind, its session id and how often that was asked before, and on
 nothing else, so a run meets the same faults however its calls interleave.
 """
 
@@ -13,7 +13,7 @@ from typing import get_args
 
 from msgspec import Struct
 
-from afield.agentcore_local.errors import Kind, Problem
+from afield.agentcore_local.errors import Kind, ServiceError
 from afield.errors import UsageError
 
 ANSWERS: dict[str, Kind] = {
@@ -39,14 +39,14 @@ KINDS = {
 SECONDS = {"hang": 3600.0, "die": 1.0}
 
 
-class Fault(Struct, frozen=True):
+class InjectedFault(Struct, frozen=True):
     rate: float
     seconds: float = 0.0
 
 
-def parse(specs: Iterable[str]) -> dict[str, Fault]:
+def parse(specs: Iterable[str]) -> dict[str, InjectedFault]:
     """Of KIND=RATE or KIND=RATE:SECONDS."""
-    faults: dict[str, Fault] = {}
+    faults: dict[str, InjectedFault] = {}
     for spec in specs:
         kind, equals, numbers = spec.partition("=")
         if kind not in KINDS or not equals:
@@ -55,7 +55,7 @@ def parse(specs: Iterable[str]) -> dict[str, Fault]:
             )
         rate, colon, seconds = numbers.partition(":")
         try:
-            fault = Fault(float(rate), float(seconds) if colon else SECONDS.get(kind, 0.0))
+            fault = InjectedFault(float(rate), float(seconds) if colon else SECONDS.get(kind, 0.0))
         except ValueError as error:
             raise UsageError(f"--fault {spec!r}: {error}; like {kind}=0.05") from error
         if not 0 <= fault.rate <= 1 or not 0 <= fault.seconds < float("inf"):
@@ -68,13 +68,13 @@ def parse(specs: Iterable[str]) -> dict[str, Fault]:
     return faults
 
 
-class Luck:
-    def __init__(self, faults: dict[str, Fault], seed: int) -> None:
+class FaultInjector:
+    def __init__(self, faults: dict[str, InjectedFault], seed: int) -> None:
         self._faults, self._seed = faults, seed
         self._asked: Counter[tuple[str, str]] = Counter()
-        self.struck: Counter[str] = Counter()
+        self.injected: Counter[str] = Counter()
 
-    def strikes(self, kind: str, key: str) -> Fault | None:
+    def draw(self, kind: str, key: str) -> InjectedFault | None:
         fault = self._faults.get(kind)
         if fault is None or fault.rate == 0:
             return None
@@ -83,11 +83,11 @@ class Luck:
         number = int.from_bytes(hashlib.blake2b(drawn, digest_size=8).digest()) / 2**64
         if number >= fault.rate:
             return None
-        self.struck[kind] += 1
+        self.injected[kind] += 1
         return fault
 
     def check(self, key: str) -> None:
         """Raises the answer of a call that fails before anything happens."""
         for kind, answer in ANSWERS.items():
-            if self.strikes(kind, key):
-                raise Problem(answer, f"injected by --fault {kind}")
+            if self.draw(kind, key):
+                raise ServiceError(answer, f"injected by --fault {kind}")

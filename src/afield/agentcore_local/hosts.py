@@ -1,4 +1,4 @@
-"""Where the programs of sessions run: what a place can do, and plain processes as the simplest one.
+"""Where the programs of sessions run: what a host can do, and plain processes as the simplest one.
 
 Plain processes share everything with this machine but their environment, which is the runtime's own.
 Each serves a socket that was opened for it, whatever port it asks for, and ends with this server,
@@ -23,7 +23,7 @@ from typing import Literal, Protocol, Self
 from msgspec import Struct
 
 from afield.agentcore_local.http import Stream
-from afield.agentcore_local.images import Image
+from afield.agentcore_local.images import AgentImage
 from afield.errors import AfieldError, InfrastructureFailure
 from afield.process_tree import signal_group
 from afield.sandbox.fork_server import ForkServer
@@ -34,29 +34,29 @@ from afield.types import Reason
 
 PIECE = 16 * 1024
 GUARD_S = 3.0
-LIKE_A_CONTAINER = {"DOCKER_CONTAINER": "1"}  # what images for AgentCore say of themselves
+CONTAINER_ENV = {"DOCKER_CONTAINER": "1"}  # what images for AgentCore say of themselves
 BASE_ENV = {
     "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
     "PYTHONUNBUFFERED": "1",
-    **LIKE_A_CONTAINER,
+    **CONTAINER_ENV,
 }
 
 
-class Broken(Exception):
+class HostError(Exception):
     """A program that cannot be started; says what it printed."""
 
 
-class Output(Struct, frozen=True):
+class CommandOutput(Struct, frozen=True):
     channel: Literal["stdout", "stderr"]
     text: str
 
 
-class Ended(Struct, frozen=True):
+class CommandExit(Struct, frozen=True):
     exit_code: int
     timed_out: bool = False
 
 
-class Place(Protocol):
+class ProgramHost(Protocol):
     where: str
     log: Path
 
@@ -72,74 +72,74 @@ class Place(Protocol):
         """With all it started. Repeating is harmless."""
         ...
 
-    def run(self, command: str, timeout_s: float) -> AsyncGenerator[Output | Ended]:
-        """A shell command beside the program; Ended comes last. Raises Broken where the place is gone."""
+    def run(self, command: str, timeout_s: float) -> AsyncGenerator[CommandOutput | CommandExit]:
+        """A shell command beside the program; ends with CommandExit; raises HostError if the host is gone."""
         ...
 
 
-class Places(Protocol):
+class ProgramHosts(Protocol):
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *exc: object) -> None: ...
 
-    async def prepare(self, image: Image) -> None:
-        """Whether an image can be started at all, as far as can be known; raises Broken."""
+    async def prepare(self, image: AgentImage) -> None:
+        """Whether an image can be started at all, as far as can be known; raises HostError."""
         ...
 
-    async def start(self, image: Image, name: str, env: Mapping[str, str]) -> Place:
-        """A fresh place for one session; raises Broken."""
+    async def start(self, image: AgentImage, name: str, env: Mapping[str, str]) -> ProgramHost:
+        """A fresh host for one session; raises HostError."""
         ...
 
 
-class PlainPlaces:
+class ProcessHosts:
     def __init__(self, logs: Path) -> None:
         self._logs = logs
-        self._alive: set[PlainPlace] = set()
+        self._alive: set[ProcessHost] = set()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        for place in self._alive:
-            place.kill()
-        for place in list(self._alive):
-            await place.ended()
+        for host in self._alive:
+            host.kill()
+        for host in list(self._alive):
+            await host.ended()
 
-    async def prepare(self, image: Image) -> None:
+    async def prepare(self, image: AgentImage) -> None:
         check_file(image)
 
-    async def start(self, image: Image, name: str, env: Mapping[str, str]) -> PlainPlace:
+    async def start(self, image: AgentImage, name: str, env: Mapping[str, str]) -> ProcessHost:
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
-                place = await self._started(image, listener, self._logs / f"{name}.log", env)
+                host = await self._started(image, listener, self._logs / f"{name}.log", env)
         except OSError as error:
-            raise Broken(f"{image} cannot be started: {error}") from error
-        self._alive.add(place)
-        place.gone.add_done_callback(lambda _: self._alive.discard(place))
-        return place
+            raise HostError(f"{image} cannot be started: {error}") from error
+        self._alive.add(host)
+        host.gone.add_done_callback(lambda _: self._alive.discard(host))
+        return host
 
     async def _started(
-        self, image: Image, listener: socket.socket, log: Path, env: Mapping[str, str]
-    ) -> PlainPlace:
+        self, image: AgentImage, listener: socket.socket, log: Path, env: Mapping[str, str]
+    ) -> ProcessHost:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         if image.argv:  # a command can only be told its port
             listener.close()
         else:
             listener.listen(128)
-        place = PlainPlace(log, port, {**BASE_ENV, "HOME": "/tmp", "PORT": str(port), **env})
-        await place.start(_command(image, listener), listener)
-        return place
+        host = ProcessHost(log, port, {**BASE_ENV, "HOME": "/tmp", "PORT": str(port), **env})
+        await host.start(_command(image, listener), listener)
+        return host
 
 
-def check_file(image: Image) -> None:
+def check_file(image: AgentImage) -> None:
     """It was there when the server started; it may have gone."""
     path = image.script or (image.target.rpartition(":")[0] if ".py:" in image.target else "")
     if path and not Path(path).is_file():
-        raise Broken(f"there is no file {path}")
+        raise HostError(f"there is no file {path}")
 
 
-def _command(image: Image, listener: socket.socket) -> list[str]:
+def _command(image: AgentImage, listener: socket.socket) -> list[str]:
     program = [sys.executable, "-u", "-m", "afield.agentcore_local.program"]
     if image.argv:
         return [*program, "--command", *image.argv]
@@ -147,7 +147,7 @@ def _command(image: Image, listener: socket.socket) -> list[str]:
     return [*program, "--listener", str(listener.fileno()), kind, what]
 
 
-class PlainPlace:
+class ProcessHost:
     def __init__(self, log: Path, port: int, env: Mapping[str, str]) -> None:
         self.log, self.where = log, ""
         self._port, self._env = port, env
@@ -184,14 +184,14 @@ class PlainPlace:
         for process in (*self._commands, *([] if self.gone.done() else [self._process])):
             _end(process)
 
-    async def run(self, command: str, timeout_s: float) -> AsyncGenerator[Output | Ended]:
+    async def run(self, command: str, timeout_s: float) -> AsyncGenerator[CommandOutput | CommandExit]:
         argv = [sys.executable, "-m", "afield.agentcore_local.program", "--command", "sh", "-c", command]
         try:
             process = await asyncio.create_subprocess_exec(
                 *argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=self._env, start_new_session=True
             )
         except OSError as error:
-            raise Broken(f"no command can be started: {error}") from error
+            raise HostError(f"no command can be started: {error}") from error
         self._commands.add(process)
         try:
             async for said in told(process, timeout_s):
@@ -202,11 +202,11 @@ class PlainPlace:
             self._commands.discard(process)
 
 
-async def told(process: Process, timeout_s: float) -> AsyncGenerator[Output | Ended]:
+async def told(process: Process, timeout_s: float) -> AsyncGenerator[CommandOutput | CommandExit]:
     """What a process says on both channels, as it says it, and its end or that it was late."""
     assert process.stdout is not None
     assert process.stderr is not None
-    queue: asyncio.Queue[Output | None] = asyncio.Queue(maxsize=16)
+    queue: asyncio.Queue[CommandOutput | None] = asyncio.Queue(maxsize=16)
     pumps = [
         asyncio.create_task(_pump(process.stdout, "stdout", queue)),
         asyncio.create_task(_pump(process.stderr, "stderr", queue)),
@@ -223,9 +223,9 @@ async def told(process: Process, timeout_s: float) -> AsyncGenerator[Output | En
                 yield said
         async with asyncio.timeout_at(deadline):
             code = await process.wait()
-        yield Ended(code if code >= 0 else 128 - code)
+        yield CommandExit(code if code >= 0 else 128 - code)
     except TimeoutError:
-        yield Ended(-1, timed_out=True)
+        yield CommandExit(-1, timed_out=True)
     finally:
         for pump in pumps:
             pump.cancel()
@@ -233,11 +233,13 @@ async def told(process: Process, timeout_s: float) -> AsyncGenerator[Output | En
 
 
 async def _pump(
-    reader: asyncio.StreamReader, channel: Literal["stdout", "stderr"], queue: asyncio.Queue[Output | None]
+    reader: asyncio.StreamReader,
+    channel: Literal["stdout", "stderr"],
+    queue: asyncio.Queue[CommandOutput | None],
 ) -> None:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     while piece := await reader.read(PIECE):
-        await queue.put(Output(channel, decoder.decode(piece)))
+        await queue.put(CommandOutput(channel, decoder.decode(piece)))
     await queue.put(None)
 
 
@@ -253,7 +255,7 @@ def _end(process: Process) -> None:
 Address = tuple[str, int]
 
 
-class CellPlaces:
+class SandboxHosts:
     def __init__(
         self,
         logs: Path,
@@ -267,7 +269,7 @@ class CellPlaces:
         self._logs, self._limits, self._allow = logs, limits, allow
         self._mounts, self._warm = mounts, warm
         self._init_s = init_s
-        self._nests: dict[Image, asyncio.Future[ForkServer]] = {}
+        self._nests: dict[AgentImage, asyncio.Future[ForkServer]] = {}
         self._closing = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -278,11 +280,11 @@ class CellPlaces:
         self._closing.set()
         await self._group.__aexit__(None, None, None)
 
-    async def prepare(self, image: Image) -> None:
+    async def prepare(self, image: AgentImage) -> None:
         check_file(image)
         await self._nest(image)
 
-    async def _nest(self, image: Image) -> ForkServer:
+    async def _nest(self, image: AgentImage) -> ForkServer:
         """The warm parent of an image, one for all its sessions. One that failed is tried anew."""
         opening = self._nests.get(image)
         if opening is None or (opening.done() and opening.exception() is not None):
@@ -291,7 +293,7 @@ class CellPlaces:
             self._group.create_task(self._keep(image, opening))
         return await asyncio.shield(opening)
 
-    async def _keep(self, image: Image, opening: asyncio.Future[ForkServer]) -> None:
+    async def _keep(self, image: AgentImage, opening: asyncio.Future[ForkServer]) -> None:
         program = Program(
             target=image.target,
             script=image.script,
@@ -310,26 +312,26 @@ class CellPlaces:
         except (AfieldError, OSError) as error:
             if opening.done():
                 raise
-            opening.set_exception(Broken(f"{image} cannot be started: {error}"))
+            opening.set_exception(HostError(f"{image} cannot be started: {error}"))
 
-    async def start(self, image: Image, name: str, env: Mapping[str, str]) -> CellPlace:
+    async def start(self, image: AgentImage, name: str, env: Mapping[str, str]) -> SandboxHost:
         nest = await self._nest(image)
         try:
-            env = {**LIKE_A_CONTAINER, **env}
-            return CellPlace(await nest.start(name, allow=self._allow, env=env, timeout_s=self._init_s))
+            env = {**CONTAINER_ENV, **env}
+            return SandboxHost(await nest.start(name, allow=self._allow, env=env, timeout_s=self._init_s))
         except AfieldError as error:
             if isinstance(error, InfrastructureFailure) and error.reason is Reason.DIED:
                 self._forget(image, nest)
-            raise Broken(str(error)) from error
+            raise HostError(str(error)) from error
 
-    def _forget(self, image: Image, nest: ForkServer) -> None:
+    def _forget(self, image: AgentImage, nest: ForkServer) -> None:
         """The next session gets a new warm parent, unless another has done so already."""
         opening = self._nests.get(image)
         if opening is not None and opening.done() and not opening.exception() and opening.result() is nest:
             del self._nests[image]
 
 
-class CellPlace:
+class SandboxHost:
     def __init__(self, cell: SandboxProcess) -> None:
         self._cell = cell
         self.where, self.log = f"pid {cell.pid}", cell.log
@@ -343,14 +345,14 @@ class CellPlace:
     def kill(self) -> None:
         self._cell.kill()
 
-    async def run(self, command: str, timeout_s: float) -> AsyncGenerator[Output | Ended]:
+    async def run(self, command: str, timeout_s: float) -> AsyncGenerator[CommandOutput | CommandExit]:
         """A cell tells what a command said when it has ended."""
         try:
             ran = await self._cell.exec(command, timeout=timeout_s)
         except AfieldError as error:
-            raise Broken(str(error)) from error
+            raise HostError(str(error)) from error
         if ran.stdout:
-            yield Output("stdout", ran.stdout)
+            yield CommandOutput("stdout", ran.stdout)
         if ran.stderr:
-            yield Output("stderr", ran.stderr)
-        yield Ended(-1 if ran.exit_code is None else ran.exit_code, ran.timed_out)
+            yield CommandOutput("stderr", ran.stderr)
+        yield CommandExit(-1 if ran.exit_code is None else ran.exit_code, ran.timed_out)

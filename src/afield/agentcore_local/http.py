@@ -21,7 +21,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from afield.agentcore_local.errors import ConnectionCut, Problem, invalid
+from afield.agentcore_local.errors import ConnectionCut, ServiceError, invalid
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -31,7 +31,7 @@ MAX_BODY = 100_000_000
 MAX_READ = 1_000_000_000
 
 
-class Request:
+class ApiRequest:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.method: str = scope["method"]
         self.path: str = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
@@ -78,7 +78,7 @@ class Request:
         await self.begin(status, [*typed, ("content-length", str(len(body)))])
         await self.end(body)
 
-    async def refuse(self, problem: Problem) -> None:
+    async def refuse(self, problem: ServiceError) -> None:
         await self.answer(problem.status, problem.body(), [("x-amzn-errortype", problem.kind)])
 
     async def begin(self, status: int, headers: Headers) -> None:

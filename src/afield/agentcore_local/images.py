@@ -22,7 +22,7 @@ from afield.errors import UsageError
 TARGET = re.compile(r"^[\w./-]+:[A-Za-z_]\w*$")
 
 
-class Image(Struct, frozen=True, kw_only=True):
+class AgentImage(Struct, frozen=True, kw_only=True):
     """Exactly one of a target (file.py:name), a script run as __main__, or a command."""
 
     target: str = ""
@@ -33,26 +33,26 @@ class Image(Struct, frozen=True, kw_only=True):
         return self.target or self.script or shlex.join(self.argv)
 
 
-def parse(spec: str) -> tuple[str, Image]:
+def parse(spec: str) -> tuple[str, AgentImage]:
     name, equals, program = spec.partition("=")
     if not equals or not name or not program.strip():
         raise UsageError(f"--image {spec!r} must be NAME=app.py, NAME=file.py:agent or NAME=command ...")
     return name, _image(spec, program.strip())
 
 
-def _image(spec: str, program: str) -> Image:
+def _image(spec: str, program: str) -> AgentImage:
     if TARGET.match(program):
-        place, _, name = program.rpartition(":")
-        if not place.endswith(".py"):
-            return Image(target=program)
-        return Image(target=f"{_file(spec, place)}:{name}")
+        host, _, name = program.rpartition(":")
+        if not host.endswith(".py"):
+            return AgentImage(target=program)
+        return AgentImage(target=f"{_file(spec, host)}:{name}")
     try:
         words = shlex.split(program)
     except ValueError as error:
         raise UsageError(f"--image {spec!r} is not a command line: {error}") from error
     if len(words) == 1 and words[0].endswith(".py"):
-        return Image(script=_file(spec, words[0]))
-    return Image(argv=tuple(words))
+        return AgentImage(script=_file(spec, words[0]))
+    return AgentImage(argv=tuple(words))
 
 
 def _file(spec: str, path: str) -> str:
@@ -61,8 +61,8 @@ def _file(spec: str, path: str) -> str:
     return str(Path(path).resolve())
 
 
-def parse_all(specs: Iterable[str]) -> dict[str, Image]:
-    images: dict[str, Image] = {}
+def parse_all(specs: Iterable[str]) -> dict[str, AgentImage]:
+    images: dict[str, AgentImage] = {}
     for spec in specs:
         name, image = parse(spec)
         if images.setdefault(name, image) != image:
@@ -70,7 +70,7 @@ def parse_all(specs: Iterable[str]) -> dict[str, Image]:
     return images
 
 
-def image_of(artifact: Artifact, images: Mapping[str, Image], code_root: Path | None) -> Image:
+def image_of(artifact: Artifact, images: Mapping[str, AgentImage], code_root: Path | None) -> AgentImage:
     """Raises the ValidationException of an image or a file that does not exist."""
     if artifact.code_configuration is not None:
         return _code(artifact.code_configuration, code_root)
@@ -89,11 +89,11 @@ def image_of(artifact: Artifact, images: Mapping[str, Image], code_root: Path | 
     raise invalid(field, f"the image {uri!r} does not exist here; this server has: {_names(images)}")
 
 
-def _names(images: Mapping[str, Image]) -> str:
+def _names(images: Mapping[str, AgentImage]) -> str:
     return ", ".join(sorted(images)) or "none (give --image)"
 
 
-def _code(code: CodeConfiguration, root: Path | None) -> Image:
+def _code(code: CodeConfiguration, root: Path | None) -> AgentImage:
     field = "agentRuntimeArtifact.codeConfiguration"
     if root is None:
         raise invalid(
@@ -106,5 +106,5 @@ def _code(code: CodeConfiguration, root: Path | None) -> Image:
     if not path.is_relative_to(root.resolve()) or not path.is_file():
         raise invalid(f"{field}.entryPoint", f"there is no file {last!r} in the --code-root")
     if wrapper:  # such as ["opentelemetry-instrument", "main.py"]
-        return Image(argv=(wrapper[0], sys.executable, str(path)))
-    return Image(script=str(path))
+        return AgentImage(argv=(wrapper[0], sys.executable, str(path)))
+    return AgentImage(script=str(path))

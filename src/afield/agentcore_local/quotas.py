@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from afield.agentcore_local.errors import Problem
+from afield.agentcore_local.errors import ServiceError
 
 KEPT_S = 3600
 
@@ -28,7 +28,7 @@ class Quotas(Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{name} = {getattr(self, name)} must be positive and finite")
 
 
-class Bucket:
+class TokenBucket:
     """Fills at `rate` a second up to its size; a call takes one token, or is refused."""
 
     def __init__(self, rate: float, burst_s: float, clock: Callable[[], float]) -> None:
@@ -40,11 +40,13 @@ class Bucket:
         self._tokens = min(self._size, self._tokens + (now - self._seen) * self._rate)
         self._seen = now
         if self._tokens < 1:
-            raise Problem("ThrottlingException", f"Rate exceeded: {what} at most {self._rate:g} a second")
+            raise ServiceError(
+                "ThrottlingException", f"Rate exceeded: {what} at most {self._rate:g} a second"
+            )
         self._tokens -= 1
 
 
-class Counts:
+class CallCounts:
     """For tests and benchmarks; `start_rate` is from the first start to the last."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from afield.agentcore_local.errors import Problem, invalid
+from afield.agentcore_local.errors import ServiceError, invalid
 from afield.wire import json_problem
 
 T = TypeVar("T")
@@ -47,25 +47,25 @@ Tags = Annotated[
 ]
 
 
-class Shape(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class ApiShape(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """Names as on the wire; fields that are not known are passed over, as the service does."""
 
 
-class Container(Shape, frozen=True, kw_only=True):
+class Container(ApiShape, frozen=True, kw_only=True):
     container_uri: Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
-class S3Location(Shape, frozen=True, kw_only=True):
+class S3Location(ApiShape, frozen=True, kw_only=True):
     bucket: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$")]
     prefix: Annotated[str, Meta(min_length=1, max_length=1024)]
     version_id: str | None = None
 
 
-class Code(Shape, frozen=True, kw_only=True):
+class Code(ApiShape, frozen=True, kw_only=True):
     s3: S3Location
 
 
-class CodeConfiguration(Shape, frozen=True, kw_only=True):
+class CodeConfiguration(ApiShape, frozen=True, kw_only=True):
     code: Code
     runtime: Literal["PYTHON_3_10", "PYTHON_3_11", "PYTHON_3_12", "PYTHON_3_13", "PYTHON_3_14", "NODE_22"]
     entry_point: Annotated[
@@ -73,12 +73,12 @@ class CodeConfiguration(Shape, frozen=True, kw_only=True):
     ]
 
 
-class Artifact(Shape, frozen=True, kw_only=True):
+class Artifact(ApiShape, frozen=True, kw_only=True):
     container_configuration: Container | None = None
     code_configuration: CodeConfiguration | None = None
 
 
-class Vpc(Shape, frozen=True, kw_only=True):
+class Vpc(ApiShape, frozen=True, kw_only=True):
     security_groups: Annotated[
         list[Annotated[str, Meta(pattern=r"^sg-[0-9a-zA-Z]{8,17}$")]], Meta(min_length=1, max_length=16)
     ]
@@ -87,28 +87,28 @@ class Vpc(Shape, frozen=True, kw_only=True):
     ]
 
 
-class Network(Shape, frozen=True, kw_only=True):
+class Network(ApiShape, frozen=True, kw_only=True):
     network_mode: Literal["PUBLIC", "VPC"]
     network_mode_config: Vpc | None = None
 
 
-class Protocol(Shape, frozen=True, kw_only=True):
+class Protocol(ApiShape, frozen=True, kw_only=True):
     server_protocol: Literal["MCP", "HTTP", "A2A", "AGUI"]
 
 
-class Lifecycle(Shape, frozen=True, kw_only=True, omit_defaults=False):
+class Lifecycle(ApiShape, frozen=True, kw_only=True, omit_defaults=False):
     idle_runtime_session_timeout: Seconds = 900
     max_lifetime: Seconds = LONGEST_S
 
 
-class RequestHeaders(Shape, frozen=True, kw_only=True):
+class RequestHeaders(ApiShape, frozen=True, kw_only=True):
     request_header_allowlist: Annotated[
         list[Annotated[str, Meta(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,255}$")]],
         Meta(min_length=1, max_length=20),
     ]
 
 
-class Settings(Shape, frozen=True, kw_only=True):
+class RuntimeSettings(ApiShape, frozen=True, kw_only=True):
     """What one version of an agent runtime is made of."""
 
     agent_runtime_artifact: Artifact
@@ -127,32 +127,32 @@ class Settings(Shape, frozen=True, kw_only=True):
     ] = {}
 
 
-class Create(Settings, frozen=True, kw_only=True):
+class CreateRequest(RuntimeSettings, frozen=True, kw_only=True):
     agent_runtime_name: Name
     client_token: Token | None = None
     tags: Tags = {}
 
 
-class Update(Settings, frozen=True, kw_only=True):
+class UpdateRequest(RuntimeSettings, frozen=True, kw_only=True):
     client_token: Token | None = None
 
 
-class EndpointChange(Shape, frozen=True, kw_only=True):
+class UpdateEndpointRequest(ApiShape, frozen=True, kw_only=True):
     agent_runtime_version: VersionName | None = None
     description: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     client_token: Token | None = None
 
 
-class EndpointWish(EndpointChange, frozen=True, kw_only=True):
+class CreateEndpointRequest(UpdateEndpointRequest, frozen=True, kw_only=True):
     name: Name
     tags: Tags = {}
 
 
-class TagWish(Shape, frozen=True, kw_only=True):
+class TagRequest(ApiShape, frozen=True, kw_only=True):
     tags: Tags
 
 
-class Command(Shape, frozen=True, kw_only=True):
+class CommandRequest(ApiShape, frozen=True, kw_only=True):
     command: Annotated[str, Meta(min_length=1, max_length=65_536, pattern=NO_NUL)]
     timeout: Annotated[int, Meta(ge=1, le=3600)] = 300
 
@@ -164,17 +164,17 @@ def read(body: bytes, into: type[T]) -> T:
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at ")
         missing = MISSING.match(message)
-        # A key's own path is said as "`key` in `$.place`".
+        # A key's own path is said as "`key` in `$.host`".
         path = path.rpartition("$")[2].strip("`") + (f".{missing[1]}" if missing else "")
         name, message = path.lstrip(".") or "request", "is required" if missing else message
         raise invalid(name, message) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Problem(
+        raise ServiceError(
             "ValidationException", f"the body is not JSON: {json_problem(body, error)}", reason="CannotParse"
         ) from error
 
 
-def check(settings: Settings, body: bytes) -> None:
+def check(settings: RuntimeSettings, body: bytes) -> None:
     """What one field alone cannot tell."""
     artifact, network = settings.agent_runtime_artifact, settings.network_configuration
     if (artifact.container_configuration is None) == (artifact.code_configuration is None):

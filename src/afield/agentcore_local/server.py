@@ -1,6 +1,6 @@
 """The server as a whole: its parts put together, and served until it is told to stop.
 
-async with AcrServer(AcrOptions(images={"math": Image(script="app.py")})) as server:
+async with AcrServer(AcrOptions(images={"math": AgentImage(script="app.py")})) as server:
     boto3.client("bedrock-agentcore", endpoint_url=server.url, ...)
 """
 
@@ -25,16 +25,16 @@ from urllib.parse import quote, unquote
 import uvicorn
 from msgspec import Struct, field
 
-from afield.agentcore_local.control_plane import Account, Control, Reply
-from afield.agentcore_local.data_plane import Data
-from afield.agentcore_local.errors import ConnectionCut, Problem, invalid
-from afield.agentcore_local.faults import Fault, Luck
-from afield.agentcore_local.hosts import Places, PlainPlaces
-from afield.agentcore_local.http import Receive, Request, Scope, Send
-from afield.agentcore_local.images import Image
-from afield.agentcore_local.quotas import Counts, Quotas
+from afield.agentcore_local.control_plane import Account, ControlPlane, Reply
+from afield.agentcore_local.data_plane import DataPlane
+from afield.agentcore_local.errors import ConnectionCut, ServiceError, invalid
+from afield.agentcore_local.faults import FaultInjector, InjectedFault
+from afield.agentcore_local.hosts import ProcessHosts, ProgramHosts
+from afield.agentcore_local.http import ApiRequest, Receive, Scope, Send
+from afield.agentcore_local.images import AgentImage
+from afield.agentcore_local.quotas import CallCounts, Quotas
 from afield.agentcore_local.requests import read
-from afield.agentcore_local.sessions import Pace, Sessions
+from afield.agentcore_local.sessions import LocalSessions, Timings
 from afield.sdk.listen import listen
 from afield.settings.runtimes import ResourceLimits
 
@@ -89,14 +89,14 @@ STREAM = re.compile(r"^\d{4}/\d\d/\d\d/\[runtime-logs-([A-Za-z0-9][A-Za-z0-9._-]
 LAST_BYTES = 1024 * 1024
 
 
-def is_log_request(request: Request) -> bool:
+def is_log_request(request: ApiRequest) -> bool:
     return request.method == "POST" and request.headers.get("x-amz-target", "") == LOG_TARGET
 
 
-async def answer_logs(request: Request, folder: Path) -> None:
-    wish: dict[str, Any] = read(await request.body(), dict[str, Any])
-    found = STREAM.match(str(wish.get("logStreamNamePrefix", "")))
-    if found is None or wish.get("filterPattern"):
+async def answer_logs(request: ApiRequest, folder: Path) -> None:
+    options: dict[str, Any] = read(await request.body(), dict[str, Any])
+    found = STREAM.match(str(options.get("logStreamNamePrefix", "")))
+    if found is None or options.get("filterPattern"):
         raise invalid(
             "logStreamNamePrefix", "this local server finds logs by YYYY/MM/DD/[runtime-logs-SESSION] only"
         )
@@ -136,11 +136,11 @@ CARD = "/invocations/.well-known/agent-card.json"
 class LocalAgentCoreApp:
     def __init__(
         self,
-        control: Control,
-        data: Data,
-        sessions: Sessions,
-        counts: Counts,
-        luck: Luck,
+        control: ControlPlane,
+        data: DataPlane,
+        sessions: LocalSessions,
+        counts: CallCounts,
+        faults: FaultInjector,
         *,
         signed: bool,
         secret_key: str,
@@ -148,7 +148,7 @@ class LocalAgentCoreApp:
     ) -> None:
         self._secret_key = secret_key
         self._control, self._sessions = control, sessions
-        self._counts, self._luck, self._signed, self._folder = counts, luck, signed, folder
+        self._counts, self._faults, self._signed, self._folder = counts, faults, signed, folder
         self._asked = {
             ("POST", "/invocations"): ("InvokeAgentRuntime", data.invoke),
             ("POST", "/commands"): ("InvokeAgentRuntimeCommand", data.command),
@@ -159,7 +159,7 @@ class LocalAgentCoreApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        request = Request(scope, receive, send)
+        request = ApiRequest(scope, receive, send)
         operation = ""
         try:
             if request.path.startswith("/_acr/"):
@@ -170,7 +170,7 @@ class LocalAgentCoreApp:
             operation, answer = self._route(request)
             await self._check_signed(request)
             await answer()
-        except Problem as problem:
+        except ServiceError as problem:
             log.info("%s %s: %d %s: %s", request.method, request.path, problem.status, problem.kind, problem)
             await (request.cut() if request.status else request.refuse(problem))
         except ConnectionCut:
@@ -179,25 +179,29 @@ class LocalAgentCoreApp:
             if operation:
                 self._counts.answered(operation, request.status)
 
-    async def _check_signed(self, request: Request) -> None:
+    async def _check_signed(self, request: ApiRequest) -> None:
         if self._secret_key:
             body = await request.body()
             asked = request.method, request.path, request.query_string, request.headers, body
             if problem := signature_problem(self._secret_key, *asked):
-                raise Problem("AccessDeniedException", problem)
+                raise ServiceError("AccessDeniedException", problem)
         elif self._signed and not request.headers.get("authorization", "").startswith(SIGNED):
-            raise Problem("AccessDeniedException", "Missing Authentication Token: the request is not signed")
+            raise ServiceError(
+                "AccessDeniedException", "Missing Authentication Token: the request is not signed"
+            )
 
     def _view(self, path: str) -> object:
         if path == "/_acr/sessions":
             return {"sessions": self._sessions.view()}
         if path == "/_acr/stats":
-            return {**self._counts.view(), "sessions": len(self._sessions), "faults": self._luck.struck}
-        raise Problem("ResourceNotFoundException", f"there is no {path}; only /_acr/sessions and /_acr/stats")
+            return {**self._counts.view(), "sessions": len(self._sessions), "faults": self._faults.injected}
+        raise ServiceError(
+            "ResourceNotFoundException", f"there is no {path}; only /_acr/sessions and /_acr/stats"
+        )
 
     # --- routes ----------------------------------------------------------------------------------
 
-    def _route(self, request: Request) -> tuple[str, Callable[[], Any]]:
+    def _route(self, request: ApiRequest) -> tuple[str, Callable[[], Any]]:
         for (method, end), (name, asked) in self._asked.items():
             if request.method == method and request.path.endswith(end):
                 arn = unquote(request.path.removeprefix("/runtimes/").removesuffix(end))
@@ -205,9 +209,9 @@ class LocalAgentCoreApp:
         if is_log_request(request):
             return "FilterLogEvents", partial(answer_logs, request, self._folder)
         name, make = self._control_route(request)
-        return name, partial(_told, request, make)
+        return name, partial(_answer_control, request, make)
 
-    def _control_route(self, request: Request) -> tuple[str, Callable[[bytes], Reply]]:
+    def _control_route(self, request: ApiRequest) -> tuple[str, Callable[[bytes], Reply]]:
         control, query = self._control, request.query
         parts = [unquote(part) for part in request.path.strip("/").split("/")]
         match request.method, parts:
@@ -226,7 +230,7 @@ class LocalAgentCoreApp:
             case _:
                 return self._endpoint_route(request, parts)
 
-    def _endpoint_route(self, request: Request, parts: list[str]) -> tuple[str, Callable[[bytes], Reply]]:
+    def _endpoint_route(self, request: ApiRequest, parts: list[str]) -> tuple[str, Callable[[bytes], Reply]]:
         control, query = self._control, request.query
         match request.method, parts:
             case "PUT", ["runtimes", runtime, "runtime-endpoints"]:
@@ -242,7 +246,7 @@ class LocalAgentCoreApp:
             case _:
                 return self._tag_route(request, parts)
 
-    def _tag_route(self, request: Request, parts: list[str]) -> tuple[str, Callable[[bytes], Reply]]:
+    def _tag_route(self, request: ApiRequest, parts: list[str]) -> tuple[str, Callable[[bytes], Reply]]:
         control = self._control
         match request.method, parts:
             case "GET", ["tags", arn]:
@@ -254,10 +258,10 @@ class LocalAgentCoreApp:
                 return "UntagResource", lambda _: control.untag(arn, names)
             case _:
                 message = f"this local server does not model {request.method} {request.path}"
-                raise Problem("ResourceNotFoundException", message)
+                raise ServiceError("ResourceNotFoundException", message)
 
 
-async def _told(request: Request, make: Callable[[bytes], Reply]) -> None:
+async def _answer_control(request: ApiRequest, make: Callable[[bytes], Reply]) -> None:
     status, body = make(await request.body())
     await request.answer(status, body)
 
@@ -265,16 +269,16 @@ async def _told(request: Request, make: Callable[[bytes], Reply]) -> None:
 class AgentCoreServerOptions(Struct, frozen=True, kw_only=True):
     """`allow` are the HOST:PORT that sandboxed programs reach; plain processes reach everything."""
 
-    images: Mapping[str, Image] = field(default_factory=dict)
+    images: Mapping[str, AgentImage] = field(default_factory=dict)
     isolation: Literal["sandbox", "none"] = "sandbox"
     allow: tuple[tuple[str, int], ...] = ()
     mounts: tuple[str, ...] = ()
     warm: tuple[str, ...] = ()
     limits: ResourceLimits = ResourceLimits()
     quotas: Quotas = Quotas()
-    pace: Pace = Pace()
+    pace: Timings = Timings()
     account: Account = Account()
-    faults: Mapping[str, Fault] = field(default_factory=dict)
+    faults: Mapping[str, InjectedFault] = field(default_factory=dict)
     seed: int = 0
     signed: bool = False
     secret_key: str = ""
@@ -316,32 +320,32 @@ class AgentCoreServer:
         if logs is None:
             logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="afield-acr-")))
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        luck, counts = Luck(dict(options.faults), options.seed), Counts(time.monotonic)
-        places = await stack.enter_async_context(self._places(logs))
-        sessions = Sessions(places, options.quotas, options.pace, luck, counts)
+        faults, counts = FaultInjector(dict(options.faults), options.seed), CallCounts(time.monotonic)
+        hosts = await stack.enter_async_context(self._hosts(logs))
+        sessions = LocalSessions(hosts, options.quotas, options.pace, faults, counts)
         await stack.enter_async_context(sessions)
-        control = Control(options.account, options.images, places, sessions, luck)
+        control = ControlPlane(options.account, options.images, hosts, sessions, faults)
         stack.push_async_callback(control.close)
-        data = Data(control, sessions, options.quotas, options.pace, luck)
+        data = DataPlane(control, sessions, options.quotas, options.pace, faults)
         app = LocalAgentCoreApp(
             control,
             data,
             sessions,
             counts,
-            luck,
+            faults,
             signed=options.signed,
             secret_key=options.secret_key,
             folder=logs,
         )
         await self._serve(stack, app)
 
-    def _places(self, logs: Path) -> Places:
+    def _hosts(self, logs: Path) -> ProgramHosts:
         if self._options.isolation == "none":
-            return PlainPlaces(logs)
-        from afield.agentcore_local.hosts import CellPlaces
+            return ProcessHosts(logs)
+        from afield.agentcore_local.hosts import SandboxHosts
 
         options = self._options
-        return CellPlaces(
+        return SandboxHosts(
             logs,
             options.limits,
             allow=options.allow,

@@ -120,7 +120,7 @@ def _add_limits(command: argparse.ArgumentParser) -> None:
     number("--cold-start-s", 0.0, "the invoke that starts a session takes at least this long")
     number("--init-s", 30.0, "a program serves /ping within this time, else 424")
     number("--ready-s", 0.5, "a runtime is CREATING, UPDATING or DELETING for this long")
-    number("--hurry", 1.0, "lifecycles and request limits run this many times faster")
+    number("--speed", 1.0, "lifecycles and request limits run this many times faster")
     number("--seed", 0, "of the faults")
     command.add_argument(
         "--fault", action="append", default=[], metavar="KIND=RATE[:S]", help="bad luck on purpose, see below"
@@ -148,7 +148,7 @@ def options_of(args: argparse.Namespace) -> Any:
     from afield.agentcore_local.control_plane import Account
     from afield.agentcore_local.quotas import Quotas
     from afield.agentcore_local.server import AgentCoreServerOptions
-    from afield.agentcore_local.sessions import Pace
+    from afield.agentcore_local.sessions import Timings
     from afield.settings.runtimes import ResourceLimits
 
     if not args.image and not args.code_root:
@@ -175,7 +175,7 @@ def options_of(args: argparse.Namespace) -> Any:
                 invoke_rate=args.invokes_per_s,
                 burst_s=args.burst_s,
             ),
-            pace=Pace(cold_start_s=args.cold_start_s, init_s=args.init_s, hurry=args.hurry),
+            pace=Timings(cold_start_s=args.cold_start_s, init_s=args.init_s, speed=args.speed),
             account=Account(
                 region=args.region, account=args.account, ready_s=args.ready_s, code_root=args.code_root
             ),

@@ -22,7 +22,7 @@ from afield.cli.log_format import without_keys
 from afield.cli.train import saved_config
 from afield.errors import AfieldError, UsageError
 from afield.interfaces import Runtime
-from afield.log_tail import Slice, noted, text
+from afield.log_tail import LogSlice, read_slices, slice_text
 from afield.orchestrator.state import RunDirectory, find_run
 from afield.settings.environment import Environment
 from afield.types import Attempt
@@ -252,12 +252,14 @@ def logs(args: argparse.Namespace) -> int:
     if file := next((file for file in files if file.is_file() and file.suffix == ".log"), None):
         _print_file(file, args)
         return 0
-    if ended := [(home, part) for home in homes for part in noted(home.logs) if part.session == args.session]:
+    if ended := [
+        (home, part) for home in homes for part in read_slices(home.logs) if part.session == args.session
+    ]:
         _print_part(*ended[-1], args)
         return 0
     if not running:
         stems = [path.stem for home in homes for path in home.logs.glob("*.log")]
-        stems += [part.session for home in homes for part in noted(home.logs)]
+        stems += [part.session for home in homes for part in read_slices(home.logs)]
         raise unknown(args.session, [*(s.id for s in sessions(parts(args.name))), *stems])
     return asyncio.run(_print_logs(running[0], args))
 
@@ -273,10 +275,10 @@ def _print_file(file: Path, args: argparse.Namespace) -> None:
             _print(lines.read())
 
 
-def _print_part(home: RunDirectory, part: Slice, args: argparse.Namespace) -> None:
+def _print_part(home: RunDirectory, part: LogSlice, args: argparse.Namespace) -> None:
     told = f"what its process printed meanwhile, for other sessions, too ({home.logs / part.log})"
     print(f"afield: {part.session} has ended; {told}:", file=sys.stderr)
-    _print(_last(text(home.logs, part), args.tail))
+    _print(_last(slice_text(home.logs, part), args.tail))
 
 
 async def _print_logs(session: Session, args: argparse.Namespace) -> int:

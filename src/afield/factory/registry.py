@@ -130,9 +130,9 @@ def _inline_runtime() -> Any:
 
 
 def _served_runtime() -> Any:
-    from afield.runtimes.remote import ServedRuntime
+    from afield.runtimes.remote import RemoteRuntime
 
-    return ServedRuntime
+    return RemoteRuntime
 
 
 RUNTIMES: dict[str, RuntimeBackend] = {

@@ -1,1 +1,1 @@
-"""Where agents run: one module per runtime, all behind `seams.runtime`."""
+"""Runtimes: where agents run. One module or package per runtime, all behind `interfaces.runtime`."""

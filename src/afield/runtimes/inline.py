@@ -1,8 +1,7 @@
-"""Agents in threads of this process, for notebooks and tests.
+"""Inline runtime: runs agents in threads of this process, for notebooks and tests.
 
-Stopping cancels an async agent. A thread cannot be killed: a sync one that was stopped no longer
-counts, and its outcome is refused by the fence, but its code runs on until it returns. What takes this
-process down takes the agents with it.
+Stopping cancels an async agent. A thread cannot be killed: a stopped sync agent runs until it returns, and
+the fence rejects its outcome. A crash of this process ends its agents.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, Self
 
 from afield.errors import RateLimited, TaskFailure, Unavailable, WireError
 from afield.interfaces.runtime import Capabilities, Exit, SessionStatus
-from afield.runtimes.attempt_table import Attempts, broken
+from afield.runtimes.base import AttemptTable, failed_exit
 from afield.sdk.agent import entry_of
 from afield.sdk.deliver import deliver as deliver_to_address
 from afield.sdk.runner import Runner
@@ -27,12 +26,14 @@ Deliver = Callable[[Invocation, OutcomeRecord], Awaitable[bool]]
 
 
 class InlineRuntime:
-    """Outcomes go where `_rollout` says, or through `deliver` (a transport's own, such as the memory one)."""
+    """Runtime without isolation. Outcomes go to the address in `_rollout`, or through `deliver` (such as
+    the memory transport's own).
+    """
 
     def __init__(self, agent: Callable[..., Any], deliver: Deliver | None = None) -> None:
         self._entry = entry_of(agent)
         self._deliver = deliver
-        self._attempts = Attempts()
+        self._attempts = AttemptTable()
         self._runner: Runner | None = None
 
     @property
@@ -53,58 +54,58 @@ class InlineRuntime:
         def ended(session_id: str) -> None:
             # The loop is closed when an agent outlives its notebook cell; nobody waits then.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._attempts.settle, session_id, Exit())
+                loop.call_soon_threadsafe(self._attempts.record_exit, session_id, Exit())
 
         self._runner = Runner(self._entry, deliver=deliver, ended=ended)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         for session_id in self._attempts:
-            self._attempts.settle(
-                session_id, broken(f"{session_id}: the runtime was closed", Reason.CANCELLED)
+            self._attempts.record_exit(
+                session_id, failed_exit(f"{session_id}: the runtime was closed", Reason.CANCELLED)
             )
         if self._runner is not None:
             self._runner.close()
 
     async def check(self) -> None:
-        """The agent is a function of this process: it is there."""
+        """Nothing to check: the agent is a function of this process."""
 
     async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
         if self._runner is None:
-            raise RuntimeError("launch is called inside 'async with runtime'")
+            raise RuntimeError("call launch inside 'async with runtime'")
         if not self._attempts.begin(attempt.session_id):
             return
         try:
             self._runner.accept(payload)
         except WireError as error:
             failure = TaskFailure(f"the agent refused its payload: {error}", Reason.LAUNCH)
-            self._attempts.settle(attempt.session_id, Exit(failure.failure))
+            self._attempts.record_exit(attempt.session_id, Exit(failure.failure))
             raise failure from error
         except Unavailable as error:
-            self._attempts.forget(attempt.session_id, broken(str(error), Reason.LAUNCH))
+            self._attempts.discard(attempt.session_id, failed_exit(str(error), Reason.LAUNCH))
             raise RateLimited(str(error)) from error
 
     async def adopt(self, attempt: Attempt) -> bool | None:
-        """Agents end with their process: only this one's own run here."""
-        return self._attempts.running(attempt.session_id)
+        """True only for attempts of this process: agents end with their process."""
+        return self._attempts.is_running(attempt.session_id)
 
     async def wait(self, attempt: Attempt) -> Exit:
-        return await self._attempts.exit(attempt.session_id)
+        return await self._attempts.wait(attempt.session_id)
 
     async def stop(self, attempt: Attempt) -> None:
         session_id = attempt.session_id
-        self._attempts.settle(session_id, broken(f"{session_id} was stopped", Reason.CANCELLED))
+        self._attempts.record_exit(session_id, failed_exit(f"{session_id} was stopped", Reason.CANCELLED))
         if self._runner is not None:
             self._runner.stop(session_id)
 
     async def status(self, attempt: Attempt) -> SessionStatus:
-        return self._attempts.live(attempt.session_id, f"pid {os.getpid()}")
+        return self._attempts.status(attempt.session_id, f"pid {os.getpid()}")
 
     async def list(self) -> list[SessionStatus]:
-        return [self._attempts.live(session_id, f"pid {os.getpid()}") for session_id in self._attempts]
+        return [self._attempts.status(session_id, f"pid {os.getpid()}") for session_id in self._attempts]
 
     async def logs(self, attempt: Attempt) -> str:
-        """Empty: what an agent prints here, this process prints."""
+        """Empty: the agent's output is this process's output."""
         return ""
 
 

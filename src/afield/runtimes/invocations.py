@@ -1,6 +1,6 @@
-"""The client's side of the contract that agents are served on: `/invocations` and `/ping`.
+"""HTTP client for agent servers: `POST /invocations`, `DELETE /invocations/ID`, `GET /ping`.
 
-One request each, no retries. What a refusal means is read here, so that all runtimes read it alike.
+Each function sends one request without retries. All runtimes share this interpretation of error statuses.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from afield.types import Attempt, Reason
 
 REQUEST_S = 30.0
 CONNECT_S = 5.0
-MOST_BYTES = 1024 * 1024
-TAKEN = "processing"  # the status a rollout app answers an invocation with
-SHOWN = 200  # characters of any other answer
+MAX_ANSWER_BYTES = 1024 * 1024
+ACCEPTED = "processing"  # the status a rollout app answers an invocation with
+SHOWN_CHARS = 200  # characters of any other answer
 # The place is wrong, not the payload.
-MISPLACED = frozenset({401, 403, 404, 405, 407, 408})
+WRONG_SERVER = frozenset({401, 403, 404, 405, 407, 408})
 # It takes no more for now.
 BUSY = frozenset({429, 503})
-SILENT = (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError)
+NO_ANSWER = (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError)
 
 
-class Said(Struct, frozen=True):
-    """What a server said to `/ping`. `active` is None where it does not tell its sessions apart."""
+class PingResponse(Struct, frozen=True):
+    """Answer to `/ping`."""
 
     status: str
     active: list[str] | None = None
     instance: str = ""
 
 
-class _Taken(Struct, frozen=True):
+class _InvocationResponse(Struct, frozen=True):
     status: str = ""
     instance: str = ""
 
@@ -49,9 +49,10 @@ async def post(
     payload: dict[str, Any],
     key: InvocationKey | None = None,
 ) -> str:
-    """Hand an attempt over, signed with `key`; answers with the instance that took it, if it says so.
+    """Send a payload, signed with `key`; returns the server's instance id, empty if it sends none.
 
-    Raises what a refusal means, or what aiohttp raises where there was no answer.
+    Raises TaskFailure, InfrastructureFailure or RateLimited by status, and aiohttp's error if there is no
+    answer.
     """
     headers = {
         "Content-Type": "application/json",
@@ -64,45 +65,49 @@ async def post(
         raise TaskFailure(f"the payload of {attempt.session_id} {error}", Reason.LAUNCH) from error
     headers |= key.sign("POST", "/invocations", body) if key else {}
     async with http.post(f"{url}/invocations", data=body, headers=headers, timeout=timeout) as response:
-        said = await _heard(response)
+        said = await _read_body(response)
         if response.status not in (200, 202):
-            raise _refused(attempt, response, said.decode("utf-8", "replace"))
-    return _taken(said).instance
+            raise _error_of(attempt, response, said.decode("utf-8", "replace"))
+    return _decode(said).instance
 
 
-def check_taken(session_id: str, answer: bytes, where: str) -> None:
-    """Where nothing else tells that a place runs rollouts: whoever answers an invocation otherwise than a
-    rollout app would deliver no outcome either. That is known at once, and another try would not help.
+def check_accepted(session_id: str, answer: bytes, where: str) -> None:
+    """Check that the answer is a rollout app's; raises TaskFailure otherwise.
+
+    For runtimes without any other sign that the server runs rollouts: one that answers differently delivers
+    no outcome, and a retry does not help.
     """
-    if _taken(answer).status == TAKEN:
+    if _decode(answer).status == ACCEPTED:
         return
-    shown = answer[:SHOWN].decode("utf-8", "replace")
+    shown = answer[:SHOWN_CHARS].decode("utf-8", "replace")
     raise TaskFailure(
         f"{session_id}: {where} is no rollout app: it answered {shown!r}, not one with"
-        f' "status": "{TAKEN}"; give it an entrypoint (@app.rollout_entrypoint), or name another',
+        f' "status": "{ACCEPTED}"; give it an entrypoint (@app.rollout_entrypoint), or name another',
         Reason.NO_AGENT,
     )
 
 
-def _taken(answer: bytes) -> _Taken:
+def _decode(answer: bytes) -> _InvocationResponse:
     try:
-        return msgspec.json.decode(answer, type=_Taken)
+        return msgspec.json.decode(answer, type=_InvocationResponse)
     except msgspec.MsgspecError:
-        return _Taken()
+        return _InvocationResponse()
 
 
-async def ping(http: aiohttp.ClientSession, url: str, timeout_s: float = REQUEST_S) -> Said:
-    """Raises one of SILENT where there is no answer, or none that can be read."""
+async def ping(http: aiohttp.ClientSession, url: str, timeout_s: float = REQUEST_S) -> PingResponse:
+    """Raises one of NO_ANSWER if there is no answer, or an unreadable one."""
     timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, CONNECT_S))
     async with http.get(f"{url}/ping", timeout=timeout) as response:
         response.raise_for_status()
-        return msgspec.json.decode(await _heard(response), type=Said)
+        return msgspec.json.decode(await _read_body(response), type=PingResponse)
 
 
 async def delete(
     http: aiohttp.ClientSession, url: str, attempt: Attempt, key: InvocationKey | None = None
 ) -> None:
-    """Ask for a session's end. A server that cannot do that says so, which is no error."""
+    """Ask the server to stop a session. A server without this route answers with an error status, which is
+    ignored.
+    """
     timeout = aiohttp.ClientTimeout(total=CONNECT_S)
     headers = key.sign("DELETE", f"/invocations/{attempt.session_id}") if key else {}
     address = f"{url}/invocations/{quote(attempt.session_id)}"
@@ -110,35 +115,35 @@ async def delete(
         await response.read()
 
 
-async def _heard(response: aiohttp.ClientResponse) -> bytes:
-    """What an agent answers, which may be anything and without end."""
+async def _read_body(response: aiohttp.ClientResponse) -> bytes:
+    """Read a response body up to MAX_ANSWER_BYTES: an agent may send anything, without end."""
     said = b""
     async for piece in response.content.iter_any():
         said += piece
-        if len(said) > MOST_BYTES:
+        if len(said) > MAX_ANSWER_BYTES:
             response.close()
             break
     return said
 
 
-def refused(attempt: Attempt, status: int, said: str) -> RolloutFailure:
-    """What it means that an agent answered a payload with this status."""
-    kind = TaskFailure if 400 <= status < 500 and status not in MISPLACED | BUSY else InfrastructureFailure
-    return kind(_words(attempt, status, said), Reason.LAUNCH)
+def failure_of(attempt: Attempt, status: int, said: str) -> RolloutFailure:
+    """Failure that an agent's error status stands for."""
+    kind = TaskFailure if 400 <= status < 500 and status not in WRONG_SERVER | BUSY else InfrastructureFailure
+    return kind(_message(attempt, status, said), Reason.LAUNCH)
 
 
-def _refused(attempt: Attempt, response: aiohttp.ClientResponse, said: str) -> RolloutFailure | RateLimited:
+def _error_of(attempt: Attempt, response: aiohttp.ClientResponse, said: str) -> RolloutFailure | RateLimited:
     if response.status in BUSY:
-        return RateLimited(_words(attempt, response.status, said), _retry_after(response))
-    return refused(attempt, response.status, said)
+        return RateLimited(_message(attempt, response.status, said), _retry_after(response))
+    return failure_of(attempt, response.status, said)
 
 
-def _words(attempt: Attempt, status: int, said: str) -> str:
+def _message(attempt: Attempt, status: int, said: str) -> str:
     return f"the agent refused the payload of {attempt.session_id} with {status}: {said[:2000]}"
 
 
 def _retry_after(response: aiohttp.ClientResponse) -> float | None:
-    """In seconds; the form that names a date is rare here and not read."""
+    """Retry-After in seconds; its date form is not read."""
     try:
         return max(0.0, float(response.headers.get("Retry-After", "")))
     except ValueError:

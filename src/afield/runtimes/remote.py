@@ -1,11 +1,11 @@
-"""Agents that somebody else serves at known addresses, e.g. with `python -m afield.sdk.serve`.
+"""Remote runtime: agents that someone else serves at known URLs, e.g. with `afield.sdk.serve`.
 
-An attempt goes to the address with the fewest of ours; it lives on when this runtime or its process ends, and
-`adopt` finds it again. One `/ping` per address and poll tells which attempts have ended. A server that was
-restarted, or does not answer for `unreachable_s`, has lost what ran there. Servers that are not the SDK's
-(a plain BedrockAgentCoreApp) do not tell their sessions apart: there an attempt has ended when the server is
-idle, so that with several at once nothing is known until the last one; they must answer a POST before the
-work, and cannot be asked to stop.
+1. An attempt goes to the server with the fewest attempts of this runtime. It continues when this process
+ends, and `adopt` finds it again.
+2. One `/ping` per server and poll interval tells which attempts have ended. A server that restarts, or does
+not answer for `unreachable_s`, has lost its attempts.
+3. Servers without afield's SDK (a plain BedrockAgentCoreApp) do not list their sessions: their attempts count
+as ended when the server is idle. They must answer a POST before the work, and cannot stop an attempt.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from msgspec import Struct
 from afield.errors import AfieldError, InfrastructureFailure, RateLimited, RolloutFailure, UsageError
 from afield.interfaces.runtime import Capabilities, Exit, Phase, SessionStatus
 from afield.runtimes import invocations
-from afield.runtimes.attempt_table import Attempts, broken
-from afield.runtimes.invocations import SILENT, Said
+from afield.runtimes.base import AttemptTable, failed_exit
+from afield.runtimes.invocations import NO_ANSWER, PingResponse
 from afield.sdk.signed_invocations import key_from_file, user_key
 from afield.types import Attempt, Reason
 
 # Below the 5 s after which common servers close an idle connection.
 KEEPALIVE_S = 3.0
 # An address that refused a connection is the last choice for this long.
-SHUNNED_S = 5.0
+AVOIDED_S = 5.0
 # Nothing was sent.
-UNREACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
-class Address:
-    """One server. `accepted` maps the sessions it took to the instance that took them ("" if not said)."""
+class AgentServer:
+    """One server. `accepted` maps its sessions to the instance that accepted them, empty if unknown."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.reserved: set[str] = set()
         self.accepted: dict[str, str] = {}
-        self.news = asyncio.Event()
-        self.asking = asyncio.Lock()
-        self.shunned_until = 0.0
-        self.silent_since: float | None = None
-        self.seen: tuple[float, Said] | None = None
+        self.has_sessions = asyncio.Event()
+        self.ping_lock = asyncio.Lock()
+        self.avoided_until = 0.0
+        self.unreachable_since: float | None = None
+        self.last_ping: tuple[float, PingResponse] | None = None
 
     @property
     def load(self) -> int:
@@ -54,30 +54,30 @@ class Address:
 
     def accept(self, session_id: str, instance: str) -> None:
         self.accepted[session_id] = instance
-        self.news.set()
+        self.has_sessions.set()
 
-    def leave(self, session_id: str) -> None:
+    def release(self, session_id: str) -> None:
         self.reserved.discard(session_id)
         self.accepted.pop(session_id, None)
 
 
-class Sighting(Struct, frozen=True, kw_only=True):
-    """Where a session was seen; else which addresses were silent, and whether one did not tell."""
+class SessionLocation(Struct, frozen=True, kw_only=True):
+    """Result of looking for a session on all servers."""
 
-    address: Address | None = None
+    server: AgentServer | None = None
     instance: str = ""
-    silent: Sequence[str] = ()
-    vague: bool = False
+    unreachable: Sequence[str] = ()
+    ambiguous: bool = False
 
     @property
-    def gone(self) -> bool:
-        return not (self.address or self.silent or self.vague)
+    def absent(self) -> bool:
+        return not (self.server or self.unreachable or self.ambiguous)
 
 
-class ServedRuntime:
-    """`urls` without a path: `http://10.0.0.7:8080`. Closing it ends nothing that runs there.
+class RemoteRuntime:
+    """Runs agents on servers at `urls`, such as `http://10.0.0.7:8080`. Closing it stops nothing.
 
-    What is sent is signed with the key in `key_file`, or else this user's own.
+    Requests are signed with the key in `key_file`, by default this user's own key.
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class ServedRuntime:
         for url in urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"address {url!r} must begin with http:// or https://")
-        self._addresses = [Address(url) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
+        self._servers = [AgentServer(url) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
         self._key_file = key_file
         self._poll_s = poll_s
         self._unreachable_s = unreachable_s
-        self._attempts = Attempts()
+        self._attempts = AttemptTable()
         self._launches: dict[str, asyncio.Task[AfieldError | None]] = {}
         self._polls: list[asyncio.Task[None]] = []
-        self._seeks: dict[str, asyncio.Task[None]] = {}
+        self._searches: dict[str, asyncio.Task[None]] = {}
         self._open = False
 
     async def __aenter__(self) -> Self:
@@ -108,34 +108,34 @@ class ServedRuntime:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         self._http = await aiohttp.ClientSession(connector=connector).__aenter__()
         self._group = await asyncio.TaskGroup().__aenter__()
-        self._polls = [self._group.create_task(self._poll(address)) for address in self._addresses]
+        self._polls = [self._group.create_task(self._poll(address)) for address in self._servers]
         self._open = True
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         self._open = False
         try:
-            for task in (*self._launches.values(), *self._seeks.values(), *self._polls):
+            for task in (*self._launches.values(), *self._searches.values(), *self._polls):
                 task.cancel()
             await self._group.__aexit__(None, None, None)
         finally:
             for session_id in self._attempts:
                 said = f"{session_id}: the runtime was closed; the agent may run on"
-                self._attempts.settle(session_id, broken(said, Reason.CANCELLED))
+                self._attempts.record_exit(session_id, failed_exit(said, Reason.CANCELLED))
             await self._http.close()
 
     @property
     def capabilities(self) -> Capabilities:
-        """Sessions go on without us, but they are their server's to end."""
+        """Sessions outlive this process; their server owns them."""
         return Capabilities(isolation="none", reaches=True, outlives=True)
 
     # --- the verbs -------------------------------------------------------------------------------
 
     async def check(self) -> None:
-        """One address that answers is enough."""
-        answers = await asyncio.gather(*(self._ask(address) for address in self._addresses))
-        if not any(isinstance(answer, Said) for answer in answers):
-            said = "; ".join(f"{a.url}: {answer}" for a, answer in zip(self._addresses, answers, strict=True))
+        """Passes if one server answers."""
+        answers = await asyncio.gather(*(self._ping(address) for address in self._servers))
+        if not any(isinstance(answer, PingResponse) for answer in answers):
+            said = "; ".join(f"{a.url}: {answer}" for a, answer in zip(self._servers, answers, strict=True))
             raise UsageError(
                 f"no agent answers GET /ping ({said});"
                 " start one, for example with: python -m afield.sdk.serve agent.py:agent --port 8080"
@@ -143,107 +143,107 @@ class ServedRuntime:
 
     async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
         if not self._open:
-            raise RuntimeError("launch is called inside 'async with runtime'")
-        await self._attempts.once(
+            raise RuntimeError("call launch inside 'async with runtime'")
+        await self._attempts.launch_once(
             attempt.session_id,
             self._launches,
             lambda: self._group.create_task(self._launch(attempt, payload)),
         )
 
     async def adopt(self, attempt: Attempt) -> bool | None:
-        """None while an address is silent or does not tell: `wait` then looks on until it is known."""
+        """None while a server is unreachable or does not list sessions; `wait` then keeps looking."""
         session_id = attempt.session_id
-        if self._attempts.running(session_id):
-            return None if session_id in self._seeks else True
-        sighting = await self._find(session_id)
-        if sighting.gone or not self._attempts.begin(session_id):
-            return self._attempts.running(session_id)
-        if sighting.address:
-            sighting.address.accept(session_id, sighting.instance)
+        if self._attempts.is_running(session_id):
+            return None if session_id in self._searches else True
+        sighting = await self._locate(session_id)
+        if sighting.absent or not self._attempts.begin(session_id):
+            return self._attempts.is_running(session_id)
+        if sighting.server:
+            sighting.server.accept(session_id, sighting.instance)
             return True
-        self._seeks[session_id] = self._group.create_task(self._seek(session_id))
-        self._seeks[session_id].add_done_callback(lambda _: self._seeks.pop(session_id, None))
+        self._searches[session_id] = self._group.create_task(self._search(session_id))
+        self._searches[session_id].add_done_callback(lambda _: self._searches.pop(session_id, None))
         return None
 
     async def wait(self, attempt: Attempt) -> Exit:
-        return await self._attempts.exit(attempt.session_id)
+        return await self._attempts.wait(attempt.session_id)
 
     async def stop(self, attempt: Attempt) -> None:
-        """Asks the server that has it, or all where that is not known. One that is silent is let be."""
+        """Ask the server that has the session, or all if unknown. Unreachable servers are ignored."""
         session_id = attempt.session_id
-        if self._attempts.finished(session_id):
+        if self._attempts.has_finished(session_id):
             return
-        self._attempts.settle(session_id, broken(f"{session_id} was stopped", Reason.CANCELLED))
+        self._attempts.record_exit(session_id, failed_exit(f"{session_id} was stopped", Reason.CANCELLED))
         if session_id in self._launches:
             return  # It is stopped as soon as it is known who took it.
-        having = [address for address in self._addresses if session_id in address.accepted]
+        having = [address for address in self._servers if session_id in address.accepted]
         for address in having:
-            address.leave(session_id)
-        await asyncio.gather(*(self._end(address, attempt) for address in having or self._addresses))
+            address.release(session_id)
+        await asyncio.gather(*(self._delete(address, attempt) for address in having or self._servers))
 
     async def status(self, attempt: Attempt) -> SessionStatus:
-        """Also of an attempt that another process launched, where its server tells sessions apart."""
+        """Also finds attempts of other processes, on servers that list their sessions."""
         session_id = attempt.session_id
-        if self._attempts.running(session_id):
-            return self._live(session_id)
-        sighting = await self._find(session_id)
-        if sighting.address:
-            return SessionStatus(session_id=session_id, phase=Phase.RUNNING, where=sighting.address.url)
-        return self._attempts.live(session_id)
+        if self._attempts.is_running(session_id):
+            return self._status(session_id)
+        sighting = await self._locate(session_id)
+        if sighting.server:
+            return SessionStatus(session_id=session_id, phase=Phase.RUNNING, where=sighting.server.url)
+        return self._attempts.status(session_id)
 
     async def list(self) -> list[SessionStatus]:
-        return [self._live(session_id) for session_id in self._attempts]
+        return [self._status(session_id) for session_id in self._attempts]
 
     async def logs(self, attempt: Attempt) -> str:
-        """Empty: whoever serves the agent has its log."""
+        """Empty: the log stays with the server."""
         return ""
 
-    def _live(self, session_id: str) -> SessionStatus:
-        having = [address.url for address in self._addresses if session_id in address.accepted]
+    def _status(self, session_id: str) -> SessionStatus:
+        having = [address.url for address in self._servers if session_id in address.accepted]
         starting = session_id in self._launches
-        return self._attempts.live(session_id, having[0] if having else "", starting=starting)
+        return self._attempts.status(session_id, having[0] if having else "", starting=starting)
 
     # --- launching -------------------------------------------------------------------------------
 
     async def _launch(self, attempt: Attempt, payload: dict[str, Any]) -> AfieldError | None:
         session_id = attempt.session_id
         try:
-            address = await self._placed(attempt, payload)
+            address = await self._post_to_any(attempt, payload)
         except RateLimited as throttled:
-            self._attempts.forget(session_id, broken(str(throttled), Reason.LAUNCH))
+            self._attempts.discard(session_id, failed_exit(str(throttled), Reason.LAUNCH))
             return throttled
         except RolloutFailure as failure:
-            self._attempts.settle(session_id, Exit(failure.failure))
+            self._attempts.record_exit(session_id, Exit(failure.failure))
             return failure
-        if not self._attempts.running(session_id):
-            address.leave(session_id)
-            await self._end(address, attempt)
+        if not self._attempts.is_running(session_id):
+            address.release(session_id)
+            await self._delete(address, attempt)
             return InfrastructureFailure(f"{session_id} was stopped before it started", Reason.CANCELLED)
         return None
 
-    async def _placed(self, attempt: Attempt, payload: dict[str, Any]) -> Address:
-        """The address that took it: the least loaded that can be reached and takes more."""
+    async def _post_to_any(self, attempt: Attempt, payload: dict[str, Any]) -> AgentServer:
+        """Post to the least loaded server that can be reached and accepts."""
         session_id = attempt.session_id
-        left = list(self._addresses)
+        left = list(self._servers)
         silent: list[str] = []
         busy: list[RateLimited] = []
-        while left and self._attempts.running(session_id):
+        while left and self._attempts.is_running(session_id):
             now = asyncio.get_running_loop().time()
-            address = min(left, key=lambda a: (a.shunned_until > now, a.load))
+            address = min(left, key=lambda a: (a.avoided_until > now, a.load))
             left.remove(address)
             # Before the first await: others who choose now count it in.
             address.reserved.add(session_id)
             try:
                 address.accept(session_id, await self._post(address, attempt, payload))
                 return address
-            except UNREACHED as error:
-                address.shunned_until = now + SHUNNED_S
-                silent.append(f"{address.url}: {_named(error)}")
+            except NOT_CONNECTED as error:
+                address.avoided_until = now + AVOIDED_S
+                silent.append(f"{address.url}: {_describe(error)}")
             except RateLimited as error:
                 busy.append(error)
             finally:
                 address.reserved.discard(session_id)
-        if not self._attempts.running(session_id):
+        if not self._attempts.is_running(session_id):
             raise InfrastructureFailure(f"{session_id} was stopped before it started", Reason.CANCELLED)
         if busy:
             asked = [error.retry_after_s for error in busy if error.retry_after_s is not None]
@@ -251,116 +251,117 @@ class ServedRuntime:
         said = f"no address takes {session_id}: {'; '.join(silent)}"
         raise InfrastructureFailure(said, Reason.LAUNCH)
 
-    async def _post(self, address: Address, attempt: Attempt, payload: dict[str, Any]) -> str:
-        """Posting is idempotent, so one that got no answer is tried once more, at the same address only:
-
-        it may have been taken, and must not run in two places.
+    async def _post(self, address: AgentServer, attempt: Attempt, payload: dict[str, Any]) -> str:
+        """Post with one retry at the same server: it may have accepted the first request, and the attempt
+        must not run twice.
         """
         for last in (False, True):
             try:
                 return await invocations.post(self._http, address.url, attempt, payload, self._key)
             except (aiohttp.ClientError, OSError) as error:
                 # TimeoutError is an OSError.
-                if not last and isinstance(error, UNREACHED):
+                if not last and isinstance(error, NOT_CONNECTED):
                     raise
                 if last or isinstance(error, TimeoutError):
-                    said = f"{address.url} did not take {attempt.session_id}: {_named(error)}"
+                    said = f"{address.url} did not take {attempt.session_id}: {_describe(error)}"
                     raise InfrastructureFailure(said, Reason.LAUNCH) from error
         raise AssertionError("unreachable")
 
-    async def _end(self, address: Address, attempt: Attempt) -> None:
+    async def _delete(self, address: AgentServer, attempt: Attempt) -> None:
         with contextlib.suppress(aiohttp.ClientError, OSError):
             await invocations.delete(self._http, address.url, attempt, self._key)
 
     # --- what runs, and what has ended -----------------------------------------------------------
 
-    async def _poll(self, address: Address) -> None:
+    async def _poll(self, address: AgentServer) -> None:
         while True:
             if not address.accepted:
-                address.silent_since = None
-                address.news.clear()
-                await address.news.wait()
+                address.unreachable_since = None
+                address.has_sessions.clear()
+                await address.has_sessions.wait()
             await asyncio.sleep(self._poll_s)
             # Taken before the question: one that is accepted while it is under way is not in the answer.
             expected = dict(address.accepted)
             asked_at = asyncio.get_running_loop().time()
-            answer = await self._ask(address)
-            if isinstance(answer, Said):
-                address.silent_since = None
-                self._settle(address, expected, answer)
+            answer = await self._ping(address)
+            if isinstance(answer, PingResponse):
+                address.unreachable_since = None
+                self._record_ended(address, expected, answer)
                 continue
-            if address.silent_since is None:
-                address.silent_since = asked_at
-            silent_s = asyncio.get_running_loop().time() - address.silent_since
+            if address.unreachable_since is None:
+                address.unreachable_since = asked_at
+            silent_s = asyncio.get_running_loop().time() - address.unreachable_since
             if silent_s >= self._unreachable_s:
                 said = f"{address.url} has not answered for {silent_s:.0f} s: {answer}"
-                self._bury(address, expected, said)
+                self._fail(address, expected, said)
 
-    def _settle(self, address: Address, expected: dict[str, str], said: Said) -> None:
+    def _record_ended(self, address: AgentServer, expected: dict[str, str], said: PingResponse) -> None:
         active = said.active
         if active is None:
             active = [] if said.status == "Healthy" else list(expected)
         gone = expected.keys() - set(active)
         lost = {s for s in gone if expected[s] and expected[s] != said.instance}
         for session_id in gone - lost:
-            self._attempts.settle(session_id, Exit())
-            address.leave(session_id)
-        self._bury(address, lost, f"{address.url} was restarted")
+            self._attempts.record_exit(session_id, Exit())
+            address.release(session_id)
+        self._fail(address, lost, f"{address.url} was restarted")
 
-    def _bury(self, address: Address, sessions: Iterable[str], said: str) -> None:
+    def _fail(self, address: AgentServer, sessions: Iterable[str], said: str) -> None:
         for session_id in sessions:
-            self._attempts.settle(session_id, broken(f"{said}; {session_id} ran there", Reason.DIED))
-            address.leave(session_id)
+            self._attempts.record_exit(
+                session_id, failed_exit(f"{said}; {session_id} ran there", Reason.DIED)
+            )
+            address.release(session_id)
 
-    async def _find(self, session_id: str) -> Sighting:
-        answers = await asyncio.gather(*(self._look(address) for address in self._addresses))
+    async def _locate(self, session_id: str) -> SessionLocation:
+        answers = await asyncio.gather(*(self._recent_ping(address) for address in self._servers))
         silent: list[str] = []
         vague = False
-        for address, said in zip(self._addresses, answers, strict=True):
+        for address, said in zip(self._servers, answers, strict=True):
             if said is None:
                 silent.append(address.url)
             elif said.active is None:
                 vague |= said.status != "Healthy"
             elif session_id in said.active:
-                return Sighting(address=address, instance=said.instance)
-        return Sighting(silent=silent, vague=vague)
+                return SessionLocation(server=address, instance=said.instance)
+        return SessionLocation(unreachable=silent, ambiguous=vague)
 
-    async def _seek(self, session_id: str) -> None:
+    async def _search(self, session_id: str) -> None:
         loop = asyncio.get_running_loop()
         heard_at = loop.time()
-        while self._attempts.running(session_id):
+        while self._attempts.is_running(session_id):
             await asyncio.sleep(self._poll_s)
-            sighting = await self._find(session_id)
-            if sighting.address:
-                sighting.address.accept(session_id, sighting.instance)
+            sighting = await self._locate(session_id)
+            if sighting.server:
+                sighting.server.accept(session_id, sighting.instance)
                 return
-            if sighting.gone:
-                self._attempts.settle(session_id, Exit())
-            elif not sighting.silent:
+            if sighting.absent:
+                self._attempts.record_exit(session_id, Exit())
+            elif not sighting.unreachable:
                 heard_at = loop.time()
             elif loop.time() - heard_at >= self._unreachable_s:
-                said = f"{session_id} is not to be found; silent: {', '.join(sighting.silent)}"
-                self._attempts.settle(session_id, broken(said, Reason.DIED))
+                said = f"{session_id} is not to be found; silent: {', '.join(sighting.unreachable)}"
+                self._attempts.record_exit(session_id, failed_exit(said, Reason.DIED))
 
-    async def _look(self, address: Address) -> Said | None:
-        """What an address said a moment ago, or says now: many who look at once ask once."""
-        async with address.asking:
+    async def _recent_ping(self, address: AgentServer) -> PingResponse | None:
+        """Ping answer that is at most one poll interval old; concurrent callers share one request."""
+        async with address.ping_lock:
             now = asyncio.get_running_loop().time()
-            if address.seen is not None and now - address.seen[0] < self._poll_s:
-                return address.seen[1]
-            answer = await self._ask(address)
-            if not isinstance(answer, Said):
+            if address.last_ping is not None and now - address.last_ping[0] < self._poll_s:
+                return address.last_ping[1]
+            answer = await self._ping(address)
+            if not isinstance(answer, PingResponse):
                 return None
-            address.seen = (now, answer)
+            address.last_ping = (now, answer)
             return answer
 
-    async def _ask(self, address: Address) -> Said | str:
-        """What it says, or why it says nothing."""
+    async def _ping(self, address: AgentServer) -> PingResponse | str:
+        """Ping answer, or why there is none."""
         try:
             return await invocations.ping(self._http, address.url, self._unreachable_s)
-        except SILENT as error:
-            return _named(error)
+        except NO_ANSWER as error:
+            return _describe(error)
 
 
-def _named(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".rstrip(": ")

@@ -1,8 +1,8 @@
-"""Agents in sandboxes of this machine: a fresh cell for each attempt, forked from a warm parent.
+"""Sandbox runtime: a fresh sandboxed process for each attempt, forked from a fork server.
 
-An agent reaches the gateway, and what `allow` names, and nothing else; it sees its own code, and cannot
-write to it. Its outcome goes to the gateway: a directory cannot be reached from in there. A cell ends with
-its rollout, with all the agent started. Nothing outlives the runtime, not even after SIGKILL.
+An agent reaches the gateway and the addresses in `allow` only. It sees its own code, read-only. Its outcome
+goes to the gateway, since directories of this machine are not visible. The sandbox ends with its rollout,
+including all processes the agent started. Nothing outlives the runtime, even after SIGKILL.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from afield.errors import (
 from afield.interfaces.runtime import Capabilities, Exit, Limit, SessionStatus
 from afield.log_tail import tail
 from afield.runtimes import invocations
-from afield.runtimes.attempt_table import Attempts, broken
+from afield.runtimes.base import AttemptTable, failed_exit
 from afield.sandbox import cgroups
 from afield.sandbox.fork_server import ForkServer, new_socket_directory
 from afield.sandbox.local_sandbox import address
@@ -40,7 +40,7 @@ from afield.types import Attempt, Reason
 from afield.wire import Invocation
 
 # How long after its connection broke a dead cell is noticed at the latest.
-NOTICE_S = 5.0
+EXIT_NOTICE_S = 5.0
 STOP_S = 10.0
 LOG_BYTES = 256 * 1024
 PORTS = {"http": 80, "https": 443}
@@ -48,11 +48,11 @@ T = TypeVar("T")
 
 
 class SandboxRuntime:
-    """`target` is what `afield.sdk.serve` takes: `path/to/file.py:name` or `package.module:name`.
+    """Runs agents in sandboxes of this machine.
 
-    Each attempt's log is `log_dir/SESSION_ID.log`. The agent sees its own file, the modules and packages
-    beside it that it imports, and what `options.mounts` names; but nothing of `log_dir`, of the run it
-    belongs to, or of `hidden`, wherever that lies.
+    `target` is what `afield.sdk.serve` takes: `path/to/file.py:name` or `package.module:name`. Each attempt's
+    log is `log_dir/SESSION_ID.log`. The agent sees its file, the modules and packages next to it that it
+    imports, and `options.mounts`; it never sees `log_dir`, the run directory, or `hidden`.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class SandboxRuntime:
         self._allow = tuple(address(text) for text in options.allow)
         self._log_dir = log_dir.absolute()
         self._timeout_s = start_timeout_s
-        self._attempts = Attempts()
-        self._cells: dict[str, SandboxProcess] = {}
+        self._attempts = AttemptTable()
+        self._processes: dict[str, SandboxProcess] = {}
         self._launches: dict[str, asyncio.Task[RolloutFailure | None]] = {}
         self._opening: asyncio.Task[ForkServer | UsageError] | None = None
         self._group: asyncio.TaskGroup | None = None
@@ -109,7 +109,7 @@ class SandboxRuntime:
                 task.cancel()
             for session_id in self._attempts:
                 said = f"{session_id}: the runtime was closed"
-                self._attempts.settle(session_id, broken(said, Reason.CANCELLED))
+                self._attempts.record_exit(session_id, failed_exit(said, Reason.CANCELLED))
             if self._opening is not None:
                 await self._close(self._opening)
             await self._group.__aexit__(None, None, None)
@@ -119,39 +119,39 @@ class SandboxRuntime:
     # --- the verbs -------------------------------------------------------------------------------
 
     async def check(self) -> None:
-        """Until the agent is imported in its sandbox; what stops it is in the error."""
-        nest = await asyncio.shield(self._opening or self._opened())
+        """Wait until the agent is imported in a sandbox; raises UsageError with the reason if that fails."""
+        nest = await asyncio.shield(self._opening or self._current())
         if isinstance(nest, UsageError):
             raise UsageError(str(nest))
 
     async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
         if self._group is None:
-            raise RuntimeError("launch is called inside 'async with runtime'")
-        await self._attempts.once(
+            raise RuntimeError("call launch inside 'async with runtime'")
+        await self._attempts.launch_once(
             attempt.session_id, self._launches, lambda: self._task(self._launch(attempt, payload))
         )
 
     async def adopt(self, attempt: Attempt) -> bool | None:
-        """Cells end with the process that started them: only this one's own run here."""
-        return self._attempts.running(attempt.session_id)
+        """True only for attempts of this process: sandboxes end with it."""
+        return self._attempts.is_running(attempt.session_id)
 
     async def wait(self, attempt: Attempt) -> Exit:
-        return await self._attempts.exit(attempt.session_id)
+        return await self._attempts.wait(attempt.session_id)
 
     async def stop(self, attempt: Attempt) -> None:
         session_id = attempt.session_id
-        self._attempts.settle(session_id, broken(f"{session_id} was stopped", Reason.CANCELLED))
-        if cell := self._cells.get(session_id):
+        self._attempts.record_exit(session_id, failed_exit(f"{session_id} was stopped", Reason.CANCELLED))
+        if cell := self._processes.get(session_id):
             cell.kill()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_S):
                     await cell.ended()
 
     async def status(self, attempt: Attempt) -> SessionStatus:
-        return self._live(attempt.session_id)
+        return self._status(attempt.session_id)
 
     async def list(self) -> list[SessionStatus]:
-        return [self._live(session_id) for session_id in self._attempts]
+        return [self._status(session_id) for session_id in self._attempts]
 
     async def logs(self, attempt: Attempt) -> str:
         return await asyncio.to_thread(tail, self._log_dir / f"{attempt.session_id}.log", LOG_BYTES)
@@ -162,7 +162,7 @@ class SandboxRuntime:
         """An error is a value here: whoever asks is told, and a later launch tries again."""
         options = self._options
         try:
-            target, hidden = located(self._target, self._log_dir)
+            target, hidden = resolve_target(self._target, self._log_dir)
             program = Program(
                 target=target,
                 env=options.env,
@@ -181,8 +181,8 @@ class SandboxRuntime:
         except (UsageError, OSError) as error:
             return UsageError(f"{self._target} cannot be started: {error}")
 
-    def _opened(self) -> asyncio.Task[ForkServer | UsageError]:
-        """One that works or is on its way; a new one in place of one that died."""
+    def _current(self) -> asyncio.Task[ForkServer | UsageError]:
+        """The fork server, started again if it has died."""
         if self._opening is None:
             raise RuntimeError("a runtime is used inside 'async with'")
         if self._opening.done():
@@ -209,17 +209,17 @@ class SandboxRuntime:
     async def _launch(self, attempt: Attempt, payload: dict[str, Any]) -> RolloutFailure | None:
         session_id = attempt.session_id
         try:
-            reachable = self._reachable(_invocation(attempt, payload))
-            cell = await self._started(session_id, reachable)
+            reachable = self._allowed_addresses(_invocation(attempt, payload))
+            cell = await self._start(session_id, reachable)
             await self._post(cell, attempt, payload)
         except RolloutFailure as failure:
-            self._attempts.settle(session_id, Exit(failure.failure))
-            if cell := self._cells.get(session_id):
+            self._attempts.record_exit(session_id, Exit(failure.failure))
+            if cell := self._processes.get(session_id):
                 cell.kill()
             return failure
         return None
 
-    def _reachable(self, invocation: Invocation) -> list[tuple[str, int]]:
+    def _allowed_addresses(self, invocation: Invocation) -> list[tuple[str, int]]:
         urls = [invocation.base_url]
         if invocation.outcome_url is not None:
             if invocation.outcome_url.startswith("file:"):
@@ -234,22 +234,22 @@ class SandboxRuntime:
             )
         return [*map(_address_of, urls), *self._allow]
 
-    async def _started(self, session_id: str, reachable: list[tuple[str, int]]) -> SandboxProcess:
-        nest = await asyncio.shield(self._opened())
+    async def _start(self, session_id: str, reachable: list[tuple[str, int]]) -> SandboxProcess:
+        nest = await asyncio.shield(self._current())
         if isinstance(nest, UsageError):
             raise InfrastructureFailure(str(nest), Reason.LAUNCH)
-        self._check_wanted(session_id)
+        self._check_not_stopped(session_id)
         try:
             cell = await nest.start(session_id, allow=reachable)
         except UsageError as error:
             raise TaskFailure(str(error), Reason.LAUNCH) from error
-        self._cells[session_id] = cell
-        self._task(self._outlive(session_id, cell))
-        self._check_wanted(session_id)
+        self._processes[session_id] = cell
+        self._task(self._watch(session_id, cell))
+        self._check_not_stopped(session_id)
         return cell
 
-    def _check_wanted(self, session_id: str) -> None:
-        if not self._attempts.running(session_id):
+    def _check_not_stopped(self, session_id: str) -> None:
+        if not self._attempts.is_running(session_id):
             raise InfrastructureFailure(f"{session_id} was stopped before it started", Reason.CANCELLED)
 
     async def _post(self, cell: SandboxProcess, attempt: Attempt, payload: dict[str, Any]) -> None:
@@ -262,30 +262,30 @@ class SandboxRuntime:
         except (aiohttp.ClientError, OSError) as error:
             said = f"the sandbox of {attempt.session_id} did not take its payload"
             try:
-                async with asyncio.timeout(NOTICE_S):
+                async with asyncio.timeout(EXIT_NOTICE_S):
                     ended = await cell.ended()
             except TimeoutError:
                 raise InfrastructureFailure(f"{said}: {error!r}; {_tail(cell)}", Reason.LAUNCH) from error
-            raise InfrastructureFailure(f"{said}: it died: {_last(ended)}", Reason.DIED) from error
+            raise InfrastructureFailure(f"{said}: it died: {_describe(ended)}", Reason.DIED) from error
 
-    async def _outlive(self, session_id: str, cell: SandboxProcess) -> None:
+    async def _watch(self, session_id: str, cell: SandboxProcess) -> None:
         ended = await cell.ended()
         if ended.clean and not ended.oom:
             end = Exit(log=ended.said)
         else:
-            said = f"the sandbox of {session_id} (pid {cell.pid}) died: {_last(ended)}"
-            end = broken(said, Reason.DIED, ended.said)
+            said = f"the sandbox of {session_id} (pid {cell.pid}) died: {_describe(ended)}"
+            end = failed_exit(said, Reason.DIED, ended.said)
         # One that is still being launched is settled by its launch, which says more.
         if task := self._launches.get(session_id):
             await asyncio.wait([task])
-        self._attempts.settle(session_id, end)
-        self._cells.pop(session_id, None)
+        self._attempts.record_exit(session_id, end)
+        self._processes.pop(session_id, None)
 
     # --- small things ----------------------------------------------------------------------------
 
-    def _live(self, session_id: str) -> SessionStatus:
-        cell = self._cells.get(session_id)
-        return self._attempts.live(session_id, f"pid {cell.pid}" if cell else "", starting=cell is None)
+    def _status(self, session_id: str) -> SessionStatus:
+        cell = self._processes.get(session_id)
+        return self._attempts.status(session_id, f"pid {cell.pid}" if cell else "", starting=cell is None)
 
     def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         if self._group is None:
@@ -293,8 +293,8 @@ class SandboxRuntime:
         return self._group.create_task(work)
 
 
-def located(target: str, log_dir: Path) -> tuple[str, tuple[str, ...]]:
-    """The target wherever it is read from; and what stays hidden, wherever it would be visible."""
+def resolve_target(target: str, log_dir: Path) -> tuple[str, tuple[str, ...]]:
+    """Absolute target, and paths to hide from the agent wherever they would be visible."""
     place, _, name = target.rpartition(":")
     logs = log_dir.resolve()
     hidden = [logs]
@@ -324,7 +324,7 @@ def _address_of(url: str) -> tuple[str, int]:
     return parts.hostname or "", parts.port or PORTS[parts.scheme]
 
 
-def _last(ended: ProcessExit) -> str:
+def _describe(ended: ProcessExit) -> str:
     return f"{ended}; its log ends: {ended.said or '(empty)'}"
 
 

@@ -1,8 +1,8 @@
-"""AWS clients for AgentCore, and what their refusals mean to a rollout.
+"""AWS clients for Bedrock AgentCore, and what their errors mean for a rollout.
 
-Calls block and are made in threads: those that start sessions in a pool that holds as many as the rate brings
-about in a cold start, all others in a small one, so that a stop never waits behind a start. botocore does not
-retry: whoever paces the calls decides that. A server on this machine gets credentials that are worth nothing.
+Calls block, so they run in threads: calls that start sessions in a pool with as many threads as the rate
+brings about during a cold start, all others in a small one, so that a stop never waits behind a start.
+botocore does not retry; the caller paces calls. A server on this machine gets dummy credentials.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from afield.errors import AfieldError, InfrastructureFailure, RateLimited, TaskFailure, UsageError
-from afield.runtimes.invocations import MISPLACED
+from afield.runtimes.invocations import WRONG_SERVER
 from afield.settings.runtimes import AgentCoreOptions
 from afield.types import Reason
 
@@ -26,8 +26,8 @@ CONNECT_S = 10.0
 # Beyond a cold start: what an agent may take to answer, which it does before its work.
 ANSWER_S = 60.0
 QUOTA_S = 5.0
-SLOW = 1.5  # a cold start that takes longer than was said must not cost rate
-MOST_THREADS = 2000
+COLD_START_MARGIN = 1.5  # a cold start that takes longer than was said must not cost rate
+MAX_THREADS = 2000
 ANSWER_BYTES = 64 * 1024
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 LOCAL_REGION = "us-west-2"
@@ -40,8 +40,8 @@ AGENT_SAID = re.compile(r"error \((\d{3})\)|status(?: code)?:? (\d{3})", re.IGNO
 Line = Literal["start", "other"]
 
 
-class Refused(AfieldError):
-    """What the service answered, before it is known what that means."""
+class AgentCoreRefused(AfieldError):
+    """Error answer of the service."""
 
     def __init__(self, message: str, status: int, code: str, retry_after_s: float | None) -> None:
         super().__init__(message)
@@ -50,18 +50,18 @@ class Refused(AfieldError):
         self.retry_after_s = retry_after_s
 
 
-class Silent(AfieldError):
-    """No answer, or none that can be read: whether the call arrived is not known."""
+class AgentCoreNoAnswer(AfieldError):
+    """No answer or an unreadable one: it is unknown whether the call arrived."""
 
 
-class Api:
-    """Makes its clients when they are first needed. `close` when done."""
+class AgentCoreApi:
+    """Lazily created boto3 clients; call `close` when done."""
 
     def __init__(self, options: AgentCoreOptions, *, read_s: float | None = None) -> None:
         self._options = options
-        self._read_s = read_s or SLOW * options.cold_start_s + ANSWER_S
-        starts = math.ceil(SLOW * options.rate * max(1.0, options.cold_start_s))
-        sizes = {"start": min(MOST_THREADS, starts), "other": max(4, math.ceil(2 * options.stop_rate))}
+        self._read_s = read_s or COLD_START_MARGIN * options.cold_start_s + ANSWER_S
+        starts = math.ceil(COLD_START_MARGIN * options.rate * max(1.0, options.cold_start_s))
+        sizes = {"start": min(MAX_THREADS, starts), "other": max(4, math.ceil(2 * options.stop_rate))}
         self._connections = sum(sizes.values())
         self._making = threading.Lock()
         self._clients: dict[str, Any] = {}
@@ -77,20 +77,23 @@ class Api:
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def check(self) -> None:
-        """Whether calls can be made at all; else a UsageError."""
+        """Raises UsageError if no calls can be made."""
         await self.threaded("other", lambda: (self.data, self.control))
 
     async def ask(self, operation: str, *, line: Line = "other", **arguments: Any) -> dict[str, Any]:
-        """One call. Raises Refused, Silent, or UsageError."""
+        """One call. Raises AgentCoreRefused, AgentCoreNoAnswer or UsageError."""
         service = "control" if operation in CONTROL else "logs" if operation in LOGS else "data"
         return await self.threaded(
-            line, lambda: called(operation, lambda: getattr(getattr(self, service), operation)(**arguments))
+            line,
+            lambda: translate_errors(
+                operation, lambda: getattr(getattr(self, service), operation)(**arguments)
+            ),
         )
 
     async def invoke(self, **arguments: Any) -> bytes:
-        """Start a session with a payload; the beginning of what its agent answered."""
+        """Start a session with a payload; returns the beginning of the agent's answer."""
         return await self.threaded(
-            "start", lambda: called("invoke_agent_runtime", lambda: self._invoke(arguments))
+            "start", lambda: translate_errors("invoke_agent_runtime", lambda: self._invoke(arguments))
         )
 
     def _invoke(self, arguments: dict[str, Any]) -> bytes:
@@ -162,7 +165,7 @@ CONTROL = frozenset(
 LOGS = frozenset({"filter_log_events"})
 
 
-def called(what: str, call: Callable[[], T]) -> T:
+def translate_errors(what: str, call: Callable[[], T]) -> T:
     from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, ParamValidationError
 
     try:
@@ -172,16 +175,18 @@ def called(what: str, call: Callable[[], T]) -> T:
     except NoCredentialsError as error:
         raise UsageError(CREDENTIALS) from error
     except ParamValidationError as error:
-        raise Refused(f"{what}: {error}", 400, "ValidationException", None) from error
+        raise AgentCoreRefused(f"{what}: {error}", 400, "ValidationException", None) from error
     except (BotoCoreError, OSError) as error:
-        raise Silent(f"{what}: {type(error).__name__}: {error}") from error
+        raise AgentCoreNoAnswer(f"{what}: {type(error).__name__}: {error}") from error
 
 
-def _refused(what: str, response: Any) -> Refused:
+def _refused(what: str, response: Any) -> AgentCoreRefused:
     meta, said = response.get("ResponseMetadata", {}), response.get("Error", {})
     status, code = int(meta.get("HTTPStatusCode", 0)), str(said.get("Code", ""))
     message = f"{what} was answered {status} {code}: {said.get('Message', '')}"
-    return Refused(message, status, code, _seconds(meta.get("HTTPHeaders", {}).get("retry-after", "")))
+    return AgentCoreRefused(
+        message, status, code, _seconds(meta.get("HTTPHeaders", {}).get("retry-after", ""))
+    )
 
 
 def _seconds(text: str) -> float | None:
@@ -191,10 +196,10 @@ def _seconds(text: str) -> float | None:
         return None
 
 
-def meaning(error: Refused | Silent, session_id: str, arn: str) -> AfieldError:
-    """Of a launch or a stop that failed: whose fault it is, and what to do."""
+def launch_error(error: AgentCoreRefused | AgentCoreNoAnswer, session_id: str, arn: str) -> AfieldError:
+    """Failure or rate limit that a failed launch or stop stands for, with the remedy."""
     told = f"{session_id}: {error}"
-    if isinstance(error, Silent):
+    if isinstance(error, AgentCoreNoAnswer):
         return InfrastructureFailure(f"{told}; whether the session began is not known", Reason.LAUNCH)
     match error.status:
         case 429:
@@ -205,7 +210,7 @@ def meaning(error: Refused | Silent, session_id: str, arn: str) -> AfieldError:
         case 409:
             return RateLimited(told, error.retry_after_s)
         case 424:
-            return _of_agent(told, str(error))
+            return _agent_error(told, str(error))
         case 400:
             return TaskFailure(told, Reason.LAUNCH)
         case 401 | 403:
@@ -217,11 +222,11 @@ def meaning(error: Refused | Silent, session_id: str, arn: str) -> AfieldError:
     return InfrastructureFailure(told, Reason.LAUNCH)
 
 
-def _of_agent(told: str, said: str) -> AfieldError:
-    """The service passes on what the agent's own server answered, as text."""
+def _agent_error(told: str, said: str) -> AfieldError:
+    """The service passes on the status of the agent's own server as text."""
     found = AGENT_SAID.search(said)
     status = int(found[1] or found[2]) if found else 0
     if status in (429, 503):
         return RateLimited(told)
-    kind = TaskFailure if 400 <= status < 500 and status not in MISPLACED else InfrastructureFailure
+    kind = TaskFailure if 400 <= status < 500 and status not in WRONG_SERVER else InfrastructureFailure
     return kind(told, Reason.LAUNCH)

@@ -1,8 +1,8 @@
-"""The agent runtime that sessions are started from: found, or made, and waited for until it is ready.
+"""Deploys the agent runtime that sessions start from, and waits until it is ready.
 
-By its ARN it is taken as it is. By name it is created from image and role, or updated where they differ; what
-was set up beside that stays. An image that was pushed again under the same tag is not noticed: name another
-tag, or a digest. Its environment never holds endpoints or keys of ours: those travel in payloads.
+With an ARN the runtime is used as it is. With a name it is created from image and role, or updated if they
+differ; other settings stay. An image pushed again under the same tag is not detected: use another tag, or a
+digest. The environment never contains endpoints or keys of ours: those travel in payloads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from msgspec import Struct
 
 from afield.errors import UsageError
-from afield.runtimes.agentcore.api import Api, Refused, Silent
+from afield.runtimes.agentcore.api import AgentCoreApi, AgentCoreNoAnswer, AgentCoreRefused
 from afield.settings.runtimes import AgentCoreOptions
 
 log = logging.getLogger("afield.runtimes")
@@ -41,7 +41,7 @@ class Deployed(Struct, frozen=True):
 
 
 def check_options(options: AgentCoreOptions) -> None:
-    """Everything that can be known to be wrong without asking the service."""
+    """Checks that need no call to the service."""
     if options.arn:
         if not options.arn.startswith("arn:") or "/" not in options.arn:
             raise UsageError(
@@ -69,8 +69,8 @@ def check_options(options: AgentCoreOptions) -> None:
         raise UsageError(f"idle_s = {options.idle_s} is more than max_rollout_s = {options.max_rollout_s}")
 
 
-async def deploy(api: Api, options: AgentCoreOptions) -> Deployed:
-    """Raises UsageError when it cannot be had, or is not ready in time."""
+async def deploy(api: AgentCoreApi, options: AgentCoreOptions) -> Deployed:
+    """Raises UsageError if the runtime cannot be deployed, or is not ready in time."""
     check_options(options)
     try:
         async with asyncio.timeout(options.ready_s):
@@ -78,17 +78,17 @@ async def deploy(api: Api, options: AgentCoreOptions) -> Deployed:
     except TimeoutError as error:
         what = options.arn or options.agent_name
         raise UsageError(f"{what} was not READY within ready_s = {options.ready_s:g} seconds") from error
-    except Silent as error:
+    except AgentCoreNoAnswer as error:
         where = options.endpoint_url or "AWS"
         raise UsageError(
             f"{where} does not answer ({error}); is endpoint_url right, and is it running?"
         ) from error
-    except Refused as error:
+    except AgentCoreRefused as error:
         raise UsageError(f"{error}{_remedy(error)}") from error
 
 
-async def find(api: Api, name: str) -> dict[str, Any] | None:
-    """The runtime of a name, among all there are."""
+async def find(api: AgentCoreApi, name: str) -> dict[str, Any] | None:
+    """Agent runtime by name, or None."""
     page: dict[str, Any] = {}
     while True:
         more = {"nextToken": page["nextToken"]} if page.get("nextToken") else {}
@@ -100,7 +100,7 @@ async def find(api: Api, name: str) -> dict[str, Any] | None:
             return None
 
 
-async def _deployed(api: Api, options: AgentCoreOptions) -> Deployed:
+async def _deployed(api: AgentCoreApi, options: AgentCoreOptions) -> Deployed:
     runtime_id = options.arn.rpartition("/")[2]
     if not options.arn:
         runtime_id = await _made(api, options)
@@ -115,13 +115,13 @@ async def _deployed(api: Api, options: AgentCoreOptions) -> Deployed:
     return Deployed(found["agentRuntimeArn"], float(lifetime))
 
 
-async def _made(api: Api, options: AgentCoreOptions) -> str:
+async def _made(api: AgentCoreApi, options: AgentCoreOptions) -> str:
     if found := await find(api, options.agent_name):
         return found["agentRuntimeId"]
     log.info("%s is created", options.agent_name)
     try:
         made = await api.ask("create_agent_runtime", agentRuntimeName=options.agent_name, **_wanted(options))
-    except Refused as error:
+    except AgentCoreRefused as error:
         # Somebody else was first.
         if error.status != 409 or not (found := await find(api, options.agent_name)):
             raise
@@ -147,7 +147,7 @@ def _wanted(options: AgentCoreOptions) -> dict[str, Any]:
 
 
 def _same(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """What we would say is said; the service may add to it, but not to the environment."""
+    """Whether the deployed settings cover ours; the service may add to them, but not to the environment."""
     if (found.get("environmentVariables") or {}) != wanted["environmentVariables"]:
         return False
     return all(
@@ -163,7 +163,7 @@ def _covers(found: Any, wanted: Any) -> bool:
     return found == wanted
 
 
-async def _ready(api: Api, runtime_id: str) -> dict[str, Any]:
+async def _ready(api: AgentCoreApi, runtime_id: str) -> dict[str, Any]:
     pause_s, longest_s = LOOK_S
     while True:
         found = await api.ask("get_agent_runtime", agentRuntimeId=runtime_id)
@@ -177,8 +177,8 @@ async def _ready(api: Api, runtime_id: str) -> dict[str, Any]:
         pause_s = min(1.5 * pause_s, longest_s)
 
 
-async def _serving(api: Api, runtime_id: str, qualifier: str, version: str) -> None:
-    """Until the endpoint takes calls; DEFAULT follows the newest version a little later."""
+async def _serving(api: AgentCoreApi, runtime_id: str, qualifier: str, version: str) -> None:
+    """Wait until the endpoint is ready; DEFAULT follows the newest version a little later."""
     pause_s, longest_s = LOOK_S
     while True:
         found = await api.ask("get_agent_runtime_endpoint", agentRuntimeId=runtime_id, endpointName=qualifier)
@@ -192,7 +192,7 @@ async def _serving(api: Api, runtime_id: str, qualifier: str, version: str) -> N
         pause_s = min(1.5 * pause_s, longest_s)
 
 
-def _remedy(error: Refused) -> str:
+def _remedy(error: AgentCoreRefused) -> str:
     match error.status:
         case 403:
             return "; allow bedrock-agentcore:*AgentRuntime* and iam:PassRole for these credentials"

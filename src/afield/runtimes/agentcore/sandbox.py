@@ -1,8 +1,8 @@
-"""Commands in a session of its own on AgentCore: what runs there is the image of an agent runtime.
+"""AgentCore sandbox: commands in a session of its own, in an agent runtime's image.
 
-The service takes one command line at a time, of bounded length, and no input: files and input travel as
-base64 in several commands, up to `MOST_BYTES`. The session is stopped at the end; one whose stop got lost
-ends with the runtime's idle timeout.
+The service runs one command line at a time, of bounded length and without input: files and input travel as
+base64 in several commands, up to `MOST_BYTES`. The session is stopped at the end; if the stop is lost, the
+idle timeout ends it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,15 @@ from msgspec.structs import replace
 
 from afield.errors import AfieldError, InfrastructureFailure, NotFound, RateLimited, UsageError
 from afield.interfaces.sandbox import ExecResult, build_argv, check_path, file_too_large
-from afield.runtimes.agentcore.api import Api, Refused, Silent, called, meaning
+from afield.runtimes.agentcore.api import (
+    AgentCoreApi,
+    AgentCoreNoAnswer,
+    AgentCoreRefused,
+    launch_error,
+    translate_errors,
+)
 from afield.runtimes.agentcore.deploy import deploy
-from afield.runtimes.docker.sandbox import Output
+from afield.runtimes.docker.sandbox import OutputBuffer
 from afield.settings.runtimes import AgentCoreOptions
 from afield.types import Reason
 
@@ -43,13 +49,13 @@ PAUSE_S = 1.0
 
 
 class AgentCoreSandbox:
-    """`arn` is the agent runtime's; empty takes the options', or makes one from them."""
+    """Sandbox on AgentCore. `arn` is the agent runtime; empty takes the options', or deploys one."""
 
     def __init__(self, arn: str, options: AgentCoreOptions, *, keep_bytes: int = KEPT_BYTES) -> None:
         self._options = replace(options, arn=arn) if arn else options
         self._keep_bytes = keep_bytes
         self._name = f"afield-sandbox-{uuid4().hex}"
-        self._api = Api(self._options, read_s=LONGEST_S + GRACE_S)
+        self._api = AgentCoreApi(self._options, read_s=LONGEST_S + GRACE_S)
         self._arn = ""
         self._files = 0
 
@@ -120,7 +126,7 @@ class AgentCoreSandbox:
     # --- the session -------------------------------------------------------------------------------
 
     async def _begin(self) -> None:
-        """The first command starts the session."""
+        """Run the first command, which starts the session."""
         ran = await self._run("true", GRACE_S, KEPT_BYTES)
         if not ran.ok:
             raise InfrastructureFailure(f"no command runs in {self._arn}: {ran}", Reason.LAUNCH)
@@ -137,15 +143,15 @@ class AgentCoreSandbox:
                     runtimeSessionId=self._name,
                 )
                 return
-            except (Refused, Silent) as error:
-                if isinstance(error, Refused) and error.status == 404:
+            except (AgentCoreRefused, AgentCoreNoAnswer) as error:
+                if isinstance(error, AgentCoreRefused) and error.status == 404:
                     return
                 if last:
                     log.warning("%s could not be stopped: %s", self._name, error)
             await asyncio.sleep(PAUSE_S)
 
     async def _kept(self, data: bytes) -> str:
-        """A file in the session for what does not fit into a command."""
+        """Upload data that does not fit into a command line; returns its path."""
         self._files += 1
         path = f"/tmp/.afield-{self._files}"
         await self.upload(path, data)
@@ -157,7 +163,7 @@ class AgentCoreSandbox:
             raise InfrastructureFailure(f"{path} was not written: {ran.stderr.strip()}", Reason.UPLOAD)
 
     async def _run(self, line: str, timeout: float, keep: int) -> ExecResult:
-        """A service that is busy is asked again: what it refused did not run."""
+        """Run a command; a rate-limited call did not run and is repeated."""
         # Quoted for a shell of the service's or for none: both make the same three words of it.
         command = {"command": f"/bin/sh -c {shlex.quote(line)}", "timeout": math.ceil(timeout)}
         end = asyncio.get_running_loop().time() + BUSY_S
@@ -175,7 +181,7 @@ class AgentCoreSandbox:
                 return await self._api.threaded("start", lambda: self._talk(command, keep))
         except TimeoutError as error:
             raise InfrastructureFailure(f"{self._name} does not answer", Reason.DIED) from error
-        except (Refused, Silent) as error:
+        except (AgentCoreRefused, AgentCoreNoAnswer) as error:
             raise _broken(error, self._name, self._arn) from error
 
     def _talk(self, command: dict[str, Any], keep: int) -> ExecResult:
@@ -190,17 +196,17 @@ class AgentCoreSandbox:
             )
             return _read(answer["stream"], keep)
 
-        return called("invoke_agent_runtime_command", talk)
+        return translate_errors("invoke_agent_runtime_command", talk)
 
 
 def _named(path: str) -> str:
-    """Beneath the directory that commands start in, if it is not absolute; never an option of a program."""
+    """Path below the working directory, never one that a program takes for an option."""
     check_path(path)
     return posixpath.join(".", path)
 
 
 def _read(stream: Any, keep: int) -> ExecResult:
-    out, err = Output(keep), Output(keep)
+    out, err = OutputBuffer(keep), OutputBuffer(keep)
     add: dict[str, Callable[[bytes], None]] = {"stdout": out.add, "stderr": err.add}
     stop: dict[str, Any] | None = None
     for event in stream:
@@ -210,19 +216,19 @@ def _read(stream: Any, keep: int) -> ExecResult:
                 add[channel](text.encode())
         stop = chunk.get("contentStop", stop)
     if stop is None:
-        raise Silent("the answer broke off before the command had ended")
+        raise AgentCoreNoAnswer("the answer broke off before the command had ended")
     timed_out = stop["status"] == "TIMED_OUT"
     return ExecResult(
         exit_code=None if timed_out else stop["exitCode"],
         stdout=out.text,
         stderr=err.text,
         timed_out=timed_out,
-        truncated=bool(out.cut or err.cut),
+        truncated=bool(out.omitted or err.omitted),
     )
 
 
-def _broken(error: Refused | Silent, name: str, arn: str) -> AfieldError:
-    meant = meaning(error, name, arn)
+def _broken(error: AgentCoreRefused | AgentCoreNoAnswer, name: str, arn: str) -> AfieldError:
+    meant = launch_error(error, name, arn)
     if isinstance(meant, (RateLimited, InfrastructureFailure)):
         return meant
     return InfrastructureFailure(str(meant), Reason.DIED)

@@ -1,7 +1,9 @@
-"""A Docker or Podman engine, reached by its socket through the `docker` library.
+"""Docker or Podman engine client, container names and limits, and container states.
 
-Its calls block, so they run in a few threads. An engine that does not answer is Unavailable, what it refuses
-is `Refused` with its own words, and what is not there is None. It is connected to when it is first needed.
+Calls block, so they run in a few threads. The connection opens at first use. Errors: `Unavailable` if the
+engine does not answer, `EngineRefused` with its own message if it refuses, None for what does not exist. A
+container's name follows from the session id alone, so that any process finds it. Containers have no
+capabilities but those kept on purpose, no new privileges, and limits on everything.
 """
 
 from __future__ import annotations
@@ -30,27 +32,29 @@ if TYPE_CHECKING:
 RUN, SESSION = "afield.run", "afield.session"
 PREFIX = "afield-"
 # Docker takes longer names, but some tools around it do not.
-LONGEST = 128
+MAX_NAME = 128
 LOG_MB = 16
 MB = 2**20
 ENDED = frozenset({"exited", "stopped", "dead", "removing"})
 STARTING = frozenset({"created", "configured", "initialized", "restarting"})
 
 
-def name_of(session_id: str) -> str:
+def container_name(session_id: str) -> str:
+    """Container name of a session; a name that is too long ends with a digest instead."""
     name = f"{PREFIX}{session_id}"
-    if len(name) <= LONGEST:
+    if len(name) <= MAX_NAME:
         return name
     # What is cut off goes in as a digest; a name that was not cut is shorter.
     digest = hashlib.sha256(session_id.encode()).hexdigest()[:32]
-    return f"{name[: LONGEST - 33]}-{digest}"
+    return f"{name[: MAX_NAME - 33]}-{digest}"
 
 
-def labels_of(run: str, session_id: str) -> dict[str, str]:
+def container_labels(run: str, session_id: str) -> dict[str, str]:
     return {RUN: run, SESSION: session_id}
 
 
-def enforced(limits: ResourceLimits) -> frozenset[Limit]:
+def enforced_limits(limits: ResourceLimits) -> frozenset[Limit]:
+    """ResourceLimits that the engine enforces."""
     named: dict[Limit, float | None] = {
         "cpu": limits.cpus,
         "memory": limits.memory_mb,
@@ -61,7 +65,7 @@ def enforced(limits: ResourceLimits) -> frozenset[Limit]:
 
 
 def host_config(options: ContainerOptions) -> dict[str, Any]:
-    """The arguments of the SDK's `create_host_config`, but for ports, which a sandbox has none of."""
+    """Arguments of the library's `create_host_config`, without ports."""
     limits = options.limits
     config: dict[str, Any] = {
         "network_mode": options.network,
@@ -96,8 +100,8 @@ def phase_of(state: str) -> Phase:
     return Phase.STARTING if state in STARTING else Phase.RUNNING
 
 
-def live_of(row: Mapping[str, Any]) -> SessionStatus:
-    """From one row of the engine's list."""
+def status_from_row(row: Mapping[str, Any]) -> SessionStatus:
+    """Session status from one row of the engine's list."""
     names: Iterable[str] = row.get("Names") or ()
     where = next((name.lstrip("/") for name in names), str(row["Id"])[:12])
     return SessionStatus(
@@ -108,8 +112,8 @@ def live_of(row: Mapping[str, Any]) -> SessionStatus:
     )
 
 
-def live_of_one(session_id: str, found: Mapping[str, Any]) -> SessionStatus:
-    """From what the engine tells of one container."""
+def status_from_inspect(session_id: str, found: Mapping[str, Any]) -> SessionStatus:
+    """Session status from the engine's description of one container."""
     return SessionStatus(
         session_id=session_id,
         phase=phase_of(found["State"]["Status"]),
@@ -119,20 +123,20 @@ def live_of_one(session_id: str, found: Mapping[str, Any]) -> SessionStatus:
 
 
 def networks_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Newest engines tell addresses only for each network, old ones also for the container."""
+    """Networks of a container; old engines also describe one at the top level."""
     settings = found.get("NetworkSettings") or {}
     return [*(settings.get("Networks") or {}).values(), settings]
 
 
 def gateway_of(found: Mapping[str, Any]) -> tuple[str, str]:
-    """The engine's side of a container's network, and the network; empty where it does not tell."""
+    """Gateway address and subnet of a container's network; empty if the engine does not tell."""
     for network in networks_of(found):
         if network.get("Gateway"):
             return network["Gateway"], f"{network['Gateway']}/{network.get('IPPrefixLen') or 32}"
     return "", ""
 
 
-def death_of(state: Mapping[str, Any], limits: ResourceLimits) -> str:
+def describe_exit(state: Mapping[str, Any], limits: ResourceLimits) -> str:
     """Why a container ended, in words."""
     code = int(state.get("ExitCode") or 0)
     if state.get("OOMKilled"):
@@ -152,7 +156,7 @@ def _signal(number: int) -> str:
 
 
 def _seconds(stamp: str | None) -> float | None:
-    """Nanoseconds are more than Python reads."""
+    """Seconds since the epoch; Python does not parse nanoseconds."""
     if not stamp:
         return None
     head, _, fraction = stamp.partition(".")
@@ -173,19 +177,19 @@ IN_CONTAINER = {"DOCKER_CONTAINER": "1"}
 T = TypeVar("T")
 
 
-class Refused(AfieldError):
-    """The engine answered, and would not."""
+class EngineRefused(AfieldError):
+    """The engine answered with an error."""
 
 
-class Bind(Struct, frozen=True):
-    """Where a container's port is, seen from here: published at `publish`, reached at `reach`."""
+class PortBinding(Struct, frozen=True):
+    """Host address that a container's port is published at, and the address to reach it from here."""
 
-    publish: str
-    reach: str
+    host_ip: str
+    address: str
 
 
-class Engine:
-    """`async with`; used from one event loop."""
+class DockerEngine:
+    """Client of one engine, used with `async with` from one event loop."""
 
     def __init__(self, options: ContainerOptions) -> None:
         self._options = options
@@ -193,10 +197,10 @@ class Engine:
         self._connecting = asyncio.Lock()
         self._pulling = asyncio.Lock()
         self._has_image = False
-        self.where = options.socket
+        self.url = options.socket
         self.kind = ""
 
-    async def __aenter__(self) -> Engine:
+    async def __aenter__(self) -> DockerEngine:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="container-engine")
         return self
 
@@ -207,7 +211,7 @@ class Engine:
             self._api.close()
 
     async def call(self, work: Callable[[APIClient], T]) -> T:
-        """Some calls to the engine, in a thread. Raises Unavailable or Refused."""
+        """Run engine calls in a thread. Raises Unavailable or EngineRefused."""
         if self._api is None:
             async with self._connecting:
                 if self._api is None:
@@ -216,27 +220,27 @@ class Engine:
         return await self._run(lambda: work(api))
 
     @property
-    def bind(self) -> Bind:
-        """Ports of a local engine are published to us alone; those of a remote one at its own address."""
-        parts = urlsplit(self.where)
+    def bind(self) -> PortBinding:
+        """A local engine publishes ports on loopback only, a remote one at its own address."""
+        parts = urlsplit(self.url)
         if parts.scheme in ("tcp", "http", "https") and parts.hostname not in (
             "127.0.0.1",
             "localhost",
             None,
         ):
-            return Bind("0.0.0.0", parts.hostname)
-        return Bind("127.0.0.1", "127.0.0.1")
+            return PortBinding("0.0.0.0", parts.hostname)
+        return PortBinding("127.0.0.1", "127.0.0.1")
 
     @property
-    def local(self) -> bool:
-        return self.bind.reach == "127.0.0.1"
+    def is_local(self) -> bool:
+        return self.bind.address == "127.0.0.1"
 
     # --- containers ------------------------------------------------------------------------------
 
     async def create(self, name: str, labels: Mapping[str, str], *, serve: bool, **config: Any) -> str:
-        """The id of a new container; one of this name that is there already is Refused."""
-        await self.need_image()
-        options, publish = self._options, self.bind.publish
+        """Create a container and return its id; raises EngineRefused if the name exists."""
+        await self.ensure_image()
+        options, publish = self._options, self.bind.host_ip
 
         def create(api: APIClient) -> str:
             ports = {"port_bindings": {options.port: (publish,)}} if serve else {}
@@ -256,29 +260,29 @@ class Engine:
         return await self.call(create)
 
     async def start(self, name: str) -> None:
-        """Starting what runs is harmless."""
+        """Start a container; harmless if it runs."""
         await self.call(lambda api: api.start(name))
 
     async def inspect(self, name: str) -> dict[str, Any] | None:
-        return await self._maybe(lambda api: api.inspect_container(name))
+        return await self._call_or_none(lambda api: api.inspect_container(name))
 
     async def list(self, label: str) -> list[dict[str, Any]]:
         return await self.call(lambda api: api.containers(all=True, filters={"label": [label]}))
 
     async def logs(self, name: str, tail: int | None = TAIL_LINES) -> str:
-        """Empty where there is no such container."""
+        """Last lines of the log; empty if the container does not exist."""
         lines: Any = "all" if tail is None else tail
-        said = await self._maybe(lambda api: api.logs(name, stdout=True, stderr=True, tail=lines))
+        said = await self._call_or_none(lambda api: api.logs(name, stdout=True, stderr=True, tail=lines))
         return "" if said is None else said.decode("utf-8", "replace").strip()
 
     async def remove(self, name: str) -> None:
-        """With all that runs in it, and its volumes; harmless where there is none."""
-        await self._maybe(lambda api: api.remove_container(name, force=True, v=True))
+        """Kill and remove a container and its volumes; harmless if it does not exist."""
+        await self._call_or_none(lambda api: api.remove_container(name, force=True, v=True))
 
     # --- images ----------------------------------------------------------------------------------
 
-    async def need_image(self) -> None:
-        """Pulls as the policy says, once. Raises UsageError where the image cannot be had."""
+    async def ensure_image(self) -> None:
+        """Pull the image once, by the pull policy. Raises UsageError if the image is not available."""
         image, pull = self._options.image, self._options.pull
         if self._has_image:
             return
@@ -287,9 +291,9 @@ class Engine:
         async with self._pulling:
             if self._has_image:
                 return
-            found = await self._maybe(lambda api: api.inspect_image(image)) is not None
+            found = await self._call_or_none(lambda api: api.inspect_image(image)) is not None
             if not found and pull == "never":
-                said = f"image {image!r} is not at {self.where}, and pull = 'never'"
+                said = f"image {image!r} is not at {self.url}, and pull = 'never'"
                 raise UsageError(f"{said}; build or load it there, or set pull = 'missing'")
             if not found or pull == "always":
                 await self._pull(image)
@@ -308,16 +312,16 @@ class Engine:
         try:
             async with asyncio.timeout(PULL_S):
                 problem = await self.call(pull)
-        except (Refused, TimeoutError) as error:
+        except (EngineRefused, TimeoutError) as error:
             problem = str(error) or f"it took more than {PULL_S:g} s"
         if problem:
             remedy = "check its name and `docker login`, or build it there and set pull = 'never'"
-            raise UsageError(f"image {image!r} cannot be pulled at {self.where}: {problem}; {remedy}")
+            raise UsageError(f"image {image!r} cannot be pulled at {self.url}: {problem}; {remedy}")
 
     # --- small things ----------------------------------------------------------------------------
 
-    async def _maybe(self, work: Callable[[APIClient], T]) -> T | None:
-        """None where the engine says there is no such thing."""
+    async def _call_or_none(self, work: Callable[[APIClient], T]) -> T | None:
+        """None if the engine answers "not found"."""
         from docker.errors import NotFound
 
         def ask(api: APIClient) -> T | None:
@@ -329,9 +333,9 @@ class Engine:
         return await self.call(ask)
 
     async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._telling, work)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._translated, work)
 
-    def _telling(self, work: Callable[[], T]) -> T:
+    def _translated(self, work: Callable[[], T]) -> T:
         from docker.errors import APIError, DockerException
         from requests.exceptions import RequestException
 
@@ -340,36 +344,36 @@ class Engine:
         except APIError as error:
             said = str(error.explanation or error)
             hint = "; install it on the engine's machine, or set init = false" if "-init" in said else ""
-            raise Refused(said + hint) from error
+            raise EngineRefused(said + hint) from error
         except (DockerException, RequestException, OSError) as error:
-            raise Unavailable(f"the container engine at {self.where} does not answer: {error}") from error
+            raise Unavailable(f"the container engine at {self.url} does not answer: {error}") from error
 
     def _connect(self) -> APIClient:
         from docker import APIClient
         from docker.utils import kwargs_from_env
 
         given = {"base_url": self._options.socket} if self._options.socket else kwargs_from_env()
-        self.where = given.get("base_url") or _usual()
-        if self.where.startswith("unix://"):
+        self.url = given.get("base_url") or _default_socket()
+        if self.url.startswith("unix://"):
             # Tried apart: the library wraps the reason in others, and leaves its socket open.
-            _knock(self.where.removeprefix("unix://"))
+            _try_connect(self.url.removeprefix("unix://"))
         api = APIClient(
-            **{**given, "base_url": self.where}, version="auto", timeout=CALL_S, max_pool_size=THREADS
+            **{**given, "base_url": self.url}, version="auto", timeout=CALL_S, max_pool_size=THREADS
         )
         self.kind = "podman" if "podman" in str(api.version()).lower() else "docker"
         return api
 
 
-def need_library() -> None:
-    """Raises UsageError where the `docker` library is not installed."""
+def check_library() -> None:
+    """Raises UsageError if the `docker` library is not installed."""
     try:
         import docker  # noqa: F401
     except ImportError as error:
         raise UsageError("containers need the docker library: pip install 'afield[container]'") from error
 
 
-def _usual() -> str:
-    """The first place that has an engine; where none has, the most usual one, for the error to name."""
+def _default_socket() -> str:
+    """First socket with an engine; the most common path if there is none, for the error message."""
     home, user = Path.home(), os.getuid()
     places = (
         "/var/run/docker.sock",
@@ -384,13 +388,13 @@ def _usual() -> str:
 
 def _listens(path: str) -> bool:
     try:
-        _knock(path)
+        _try_connect(path)
     except OSError:
         return False
     return True
 
 
-def _knock(path: str) -> None:
+def _try_connect(path: str) -> None:
     with socket.socket(socket.AF_UNIX) as one:
         one.settimeout(CALL_S)
         one.connect(path)

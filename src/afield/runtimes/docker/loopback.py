@@ -1,10 +1,10 @@
-"""How agents in containers reach what listens on this machine's loopback: the gateway, a store, a queue.
+"""Loopback relay: lets containers reach servers on this machine's 127.0.0.1.
 
-Inside a container 127.0.0.1 is the container. Addresses of `_rollout` that name our loopback therefore get
-the name this machine has in there, with the same port; the task's own row is left as it is. Where that name
-is an address of our own (the bridge's, on Linux), a relay listens there and carries to the loopback, for
-containers only; a server that listens on all addresses needs none, and is then what answers. A relay ends
-with this process: who wants agents to outlive it lets the gateway listen on all addresses.
+Inside a container 127.0.0.1 is the container itself. `rewrite_addresses` replaces loopback hosts in
+`_rollout` by the name or address this machine has there, with the same port; the task row stays as it is. If
+that address is one of this machine's own (a Linux bridge), a relay listens there and forwards connections
+from containers only. A server that listens on all addresses needs no relay. Relays end with this process: for
+agents that outlive it, let the gateway listen on all addresses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEFAULT_PORTS = {"http": 80, "https": 443, "redis": 6379, "nats": 4222}
 
 
 def loopback_ports(payload: dict[str, Any]) -> set[int]:
-    """The ports of our loopback that an attempt is sent to."""
+    """Loopback ports that a payload refers to."""
     found: set[int] = set()
     for url in _addresses(payload).values():
         parts = urlsplit(url)
@@ -38,8 +38,8 @@ def loopback_ports(payload: dict[str, Any]) -> set[int]:
     return found
 
 
-def readdressed(payload: dict[str, Any], host: str) -> dict[str, Any]:
-    """The payload as a container can use it: our loopback is called `host` in there."""
+def rewrite_addresses(payload: dict[str, Any], host: str) -> dict[str, Any]:
+    """Payload with `host` instead of the loopback addresses."""
     ours = _addresses(payload)
     if not ours:
         return payload
@@ -76,15 +76,15 @@ def _with_host(url: str, host: str) -> str:
     return urlunsplit(parts._replace(netloc=f"{user}{at}{name}{port}"))
 
 
-class Relays:
-    """`async with`; one listener for each address and port, opened when it is first asked for."""
+class LoopbackRelays:
+    """Listeners by address and port, opened on demand. Used with `async with`."""
 
     def __init__(self) -> None:
         self._servers: dict[tuple[str, int], asyncio.Server | None] = {}
         self._opening = asyncio.Lock()
         self._links: set[asyncio.Task[None]] = set()
 
-    async def __aenter__(self) -> Relays:
+    async def __aenter__(self) -> LoopbackRelays:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -95,8 +95,8 @@ class Relays:
             link.cancel()
         await asyncio.gather(*self._links, return_exceptions=True)
 
-    async def reach(self, gateway: str, subnet: str, ports: set[int]) -> bool:
-        """Whether `gateway`, seen from containers, is this machine; then our loopback's `ports` are there."""
+    async def open(self, gateway: str, subnet: str, ports: set[int]) -> bool:
+        """Listen on `gateway` for `ports`; False if `gateway` is no address of this machine."""
         async with self._opening:
             return all([await self._open(gateway, subnet, port) for port in sorted(ports)])
 
@@ -104,7 +104,7 @@ class Relays:
         if self._servers.get((gateway, port)) is not None:
             return True
         try:
-            server = await asyncio.start_server(self._carry_to(port, subnet), gateway, port)
+            server = await asyncio.start_server(self._handler(port, subnet), gateway, port)
         except OSError as error:
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
                 # Somebody listens on all addresses, or another of us relays already.
@@ -116,7 +116,7 @@ class Relays:
         self._servers[gateway, port] = server
         return True
 
-    def _carry_to(
+    def _handler(
         self, port: int, subnet: str
     ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
         inside = ipaddress.ip_network(subnet, strict=False)
@@ -128,7 +128,7 @@ class Relays:
             try:
                 peer = ipaddress.ip_address(writer.get_extra_info("peername")[0])
                 if peer in inside:
-                    await _carry(reader, writer, port)
+                    await _relay(reader, writer, port)
             finally:
                 self._links.discard(task)
                 writer.close()
@@ -136,7 +136,7 @@ class Relays:
         return carry
 
 
-async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int) -> None:
+async def _relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int) -> None:
     try:
         async with asyncio.timeout(CONNECT_S):
             theirs, ours = await asyncio.open_connection("127.0.0.1", port)
@@ -149,7 +149,7 @@ async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, por
 
 
 async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-    """Until the source ends; the other direction may go on."""
+    """Copy until the source ends; the other direction may continue."""
     with contextlib.suppress(OSError):
         while data := await source.read(CHUNK):
             sink.write(data)

@@ -1,10 +1,12 @@
-"""Agents in containers of a Docker or Podman engine, one for each attempt, from an unchanged image.
+"""Docker runtime: one container per attempt from an unchanged image, with Docker or Podman.
 
-The image serves `/invocations` and `/ping`; a container's name follows from its session, so that launching
-twice is one container and any process finds it again. One list for all tells which have died, with exit code
-and last words; `/ping` tells which agents have ended, whose container then stays until it is stopped.
-Containers outlive a killed process: the next one adopts them, or a reaper stops what `list` tells. What they
-print is kept in `log_dir` when they are removed. How they reach this machine: see `container_reach`.
+1. The image serves `/invocations` and `/ping`. The container's name follows from the session, so that a
+repeated launch is one container and any process finds it.
+2. One list of all containers tells which have died, with exit code and log tail. `/ping` tells which agents
+have finished; their containers stay until they are stopped.
+3. Containers outlive a killed process: the next one adopts them, or `afield cleanup` removes them. Logs are
+saved in `log_dir` when a container is removed.
+4. `docker.loopback` describes how containers reach this machine.
 """
 
 from __future__ import annotations
@@ -28,25 +30,25 @@ from afield.errors import (
 )
 from afield.interfaces.runtime import Capabilities, Exit, Phase, SessionStatus
 from afield.runtimes import invocations
-from afield.runtimes.attempt_table import Attempts, broken
+from afield.runtimes.base import AttemptTable, failed_exit
 from afield.runtimes.docker.engine import (
     RUN,
     SESSION,
-    Engine,
-    Refused,
-    death_of,
-    enforced,
+    DockerEngine,
+    EngineRefused,
+    check_library,
+    container_labels,
+    container_name,
+    describe_exit,
+    enforced_limits,
     gateway_of,
-    labels_of,
-    live_of,
-    live_of_one,
-    name_of,
-    need_library,
     networks_of,
     phase_of,
+    status_from_inspect,
+    status_from_row,
 )
-from afield.runtimes.docker.loopback import Relays, loopback_ports, readdressed
-from afield.runtimes.invocations import SILENT, Said
+from afield.runtimes.docker.loopback import LoopbackRelays, loopback_ports, rewrite_addresses
+from afield.runtimes.invocations import NO_ANSWER, PingResponse
 from afield.settings.runtimes import ContainerOptions
 from afield.types import Attempt, Reason
 
@@ -56,36 +58,42 @@ LOG_LINES = 10_000
 SOON_S = 0.1
 
 
-class Fleet:
-    def __init__(self, engine: Engine, options: ContainerOptions, run: str, log_dir: Path) -> None:
+class RunContainers:
+    """Containers of one run, by session. Containers of other runs are never touched, even with the same
+    session id.
+    """
+
+    def __init__(self, engine: DockerEngine, options: ContainerOptions, run: str, log_dir: Path) -> None:
         self._engine = engine
         self._options = options
         self._run = run
         self._log_dir = log_dir
 
     async def create(self, session_id: str) -> None:
-        """Refused where it is there already."""
+        """Raises EngineRefused if the container exists."""
         command = list(self._options.command) or None
-        labels = labels_of(self._run, session_id)
-        await self._engine.create(name_of(session_id), labels, serve=True, command=command)
+        labels = container_labels(self._run, session_id)
+        await self._engine.create(container_name(session_id), labels, serve=True, command=command)
 
     async def find(self, session_id: str) -> dict[str, Any] | None:
-        """What the engine tells of its container; one of that name that another run made is Refused."""
-        found = await self._engine.inspect(name_of(session_id))
+        """Engine's description of the session's container, or None; raises EngineRefused if it belongs to
+        another run.
+        """
+        found = await self._engine.inspect(container_name(session_id))
         if found is None:
             return None
         run = (found["Config"].get("Labels") or {}).get(RUN)
         if run != self._run:
-            said = f"container {name_of(session_id)} belongs to run {run!r}, not to {self._run!r}"
-            raise Refused(f"{said}; give rollouts other ids, or stop that run")
+            said = f"container {container_name(session_id)} belongs to run {run!r}, not to {self._run!r}"
+            raise EngineRefused(f"{said}; give rollouts other ids, or stop that run")
         return found
 
-    async def alive(self, session_id: str, unavailable_timeout_s: float = 0.0) -> dict[str, Any]:
-        """The same of one that runs. Raises with the last words of one that has ended, or does so within
-        `unavailable_timeout_s`.
+    async def check_running(self, session_id: str, unavailable_timeout_s: float = 0.0) -> dict[str, Any]:
+        """Description of a running container; raises InfrastructureFailure with the log tail if it has
+        ended, or ends within `unavailable_timeout_s`.
         """
         end = asyncio.get_running_loop().time() + unavailable_timeout_s
-        name = name_of(session_id)
+        name = container_name(session_id)
         while True:
             found = await self.find(session_id)
             if found is None:
@@ -93,7 +101,7 @@ class Fleet:
             if phase_of(found["State"]["Status"]) is Phase.ENDED:
                 tail = await self._engine.logs(name)
                 what = " ".join((self._options.image, *self._options.command))
-                said = f"container {name} ({what}) {death_of(found['State'], self._options.limits)}"
+                said = f"container {name} ({what}) {describe_exit(found['State'], self._options.limits)}"
                 raise InfrastructureFailure(f"{said}; its log ends: {tail}", Reason.DIED)
             if asyncio.get_running_loop().time() >= end:
                 return found
@@ -101,47 +109,47 @@ class Fleet:
 
     async def list(self) -> list[SessionStatus]:
         rows = await self._engine.list(f"{RUN}={self._run}")
-        return [live_of(row) for row in rows if SESSION in (row.get("Labels") or {})]
+        return [status_from_row(row) for row in rows if SESSION in (row.get("Labels") or {})]
 
     async def logs(self, session_id: str) -> str:
         if await self.find(session_id) is not None:
-            return await self._engine.logs(name_of(session_id), LOG_LINES)
+            return await self._engine.logs(container_name(session_id), LOG_LINES)
         with contextlib.suppress(FileNotFoundError):
-            return self._log_of(session_id).read_text(errors="replace")
+            return self._log_path(session_id).read_text(errors="replace")
         return ""
 
     async def remove(self, session_id: str) -> None:
-        """With all that runs in it; harmless where there is none."""
+        """Remove the container with all its processes; harmless if there is none."""
         try:
             found = await self.find(session_id)
-        except Refused as error:
+        except EngineRefused as error:
             log.warning("%s was not stopped: %s", session_id, error)
             return
         if found is not None:
-            await self._keep_log(session_id)
-            await self._engine.remove(name_of(session_id))
+            await self._save_log(session_id)
+            await self._engine.remove(container_name(session_id))
 
     def url(self, found: dict[str, Any] | None) -> str:
-        """Where a container answers; empty while it has no address."""
+        """URL of the agent; empty while the container has no address."""
         if found is None:
             return ""
         published = (found["NetworkSettings"].get("Ports") or {}).get(f"{self._options.port}/tcp")
         if published:
-            return f"http://{self._engine.bind.reach}:{published[0]['HostPort']}"
+            return f"http://{self._engine.bind.address}:{published[0]['HostPort']}"
         # Networks without a way out publish nothing; we are on them all the same.
         address = next((n["IPAddress"] for n in networks_of(found) if n.get("IPAddress")), "")
-        return f"http://{address}:{self._options.port}" if address and self._engine.local else ""
+        return f"http://{address}:{self._options.port}" if address and self._engine.is_local else ""
 
-    async def _keep_log(self, session_id: str) -> None:
+    async def _save_log(self, session_id: str) -> None:
         try:
-            if said := await self._engine.logs(name_of(session_id), LOG_LINES):
-                path = self._log_of(session_id)
+            if said := await self._engine.logs(container_name(session_id), LOG_LINES):
+                path = self._log_path(session_id)
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 path.write_text(said + "\n")
-        except (OSError, Refused) as error:
+        except (OSError, EngineRefused) as error:
             log.warning("what %s printed was not kept: %s", session_id, error)
 
-    def _log_of(self, session_id: str) -> Path:
+    def _log_path(self, session_id: str) -> Path:
         return self._log_dir / f"{session_id}.log"
 
 
@@ -149,14 +157,16 @@ class Fleet:
 KEEPALIVE_S = 3.0
 PING_S = 5.0
 # A container that does not answer is looked at at once; without such a sign all are, this often.
-LOOK_S = 10.0
+LIST_INTERVAL_S = 10.0
 # The first pings of one that starts, each later than the one before.
-EAGER_S, PATIENT_S = 0.02, 0.5
+FIRST_PING_S, MAX_PING_INTERVAL_S = 0.02, 0.5
 NO_ADDRESS = ("", "host", "none")
 
 
 class ContainerRuntime:
-    """`name` is the run: its containers carry it as a label, and `list` tells those alone."""
+    """Runs agents in containers. `name` is the run: containers carry it as a label, and `list` returns
+    only those.
+    """
 
     def __init__(
         self,
@@ -171,22 +181,22 @@ class ContainerRuntime:
         self._name = name
         self._start_timeout_s = start_timeout_s
         self._poll_s = poll_s
-        self._engine = Engine(options)
-        self._fleet = Fleet(self._engine, options, name, log_dir)
-        self._relays = Relays()
-        self._attempts = Attempts()
+        self._engine = DockerEngine(options)
+        self._containers = RunContainers(self._engine, options, name, log_dir)
+        self._relays = LoopbackRelays()
+        self._attempts = AttemptTable()
         self._launches: dict[str, asyncio.Task[AfieldError | None]] = {}
         # Sessions whose containers are ours to remove; None until it is known where they answer.
-        self._ours: dict[str, str | None] = {}
-        self._chores: set[asyncio.Task[None]] = set()
-        self._silence = asyncio.Event()
+        self._urls: dict[str, str | None] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._no_answer = asyncio.Event()
         self._open = False
 
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(
             isolation="container",
-            limits=enforced(self._options.limits),
+            limits=enforced_limits(self._options.limits),
             exec=True,
             lists=True,
             reaches=True,
@@ -195,12 +205,12 @@ class ContainerRuntime:
         )
 
     async def __aenter__(self) -> Self:
-        need_library()
+        check_library()
         await self._engine.__aenter__()
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         self._http = await aiohttp.ClientSession(connector=connector).__aenter__()
         self._group = await asyncio.TaskGroup().__aenter__()
-        self._do(self._watch())
+        self._create_task(self._watch())
         self._open = True
         return self
 
@@ -208,7 +218,7 @@ class ContainerRuntime:
         self._open = False
         for session_id in self._attempts:
             said = f"{session_id}: the runtime was closed"
-            self._attempts.settle(session_id, broken(said, Reason.CANCELLED))
+            self._attempts.record_exit(session_id, failed_exit(said, Reason.CANCELLED))
         closing = asyncio.create_task(self._close())
         try:
             await asyncio.shield(closing)
@@ -222,10 +232,10 @@ class ContainerRuntime:
             # Not cancelled: a container that is just being made must be known to be removed.
             if self._launches:
                 await asyncio.wait(self._launches.values())
-            for task in self._chores:
+            for task in self._tasks:
                 task.cancel()
             await self._group.__aexit__(None, None, None)
-            results = await asyncio.gather(*map(self._remove, list(self._ours)), return_exceptions=True)
+            results = await asyncio.gather(*map(self._remove, list(self._urls)), return_exceptions=True)
             for problem in results:
                 if problem is not None:
                     log.warning("a container of run %s may be left: %s", self._name, problem)
@@ -248,16 +258,16 @@ class ContainerRuntime:
         except Unavailable as error:
             remedy = "start it (podman system service --time 0, or dockerd), or set socket = 'unix:///...'"
             raise UsageError(f"{error}; {remedy}") from error
-        for mount in options.mounts if self._engine.local else ():
+        for mount in options.mounts if self._engine.is_local else ():
             source = mount.partition(":")[0]
             if not await asyncio.to_thread(Path(source).exists):
                 raise UsageError(f"mount {mount!r}: there is no {source} here")
-        await self._engine.need_image()
+        await self._engine.ensure_image()
 
     async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
         if not self._open:
-            raise RuntimeError("launch is called inside 'async with runtime'")
-        await self._attempts.once(
+            raise RuntimeError("call launch inside 'async with runtime'")
+        await self._attempts.launch_once(
             attempt.session_id,
             self._launches,
             lambda: self._group.create_task(self._launch(attempt, payload)),
@@ -265,198 +275,200 @@ class ContainerRuntime:
 
     async def adopt(self, attempt: Attempt) -> bool | None:
         session_id = attempt.session_id
-        if self._attempts.running(session_id):
+        if self._attempts.is_running(session_id):
             return True
-        found = await self._fleet.find(session_id)
+        found = await self._containers.find(session_id)
         if found is None or phase_of(found["State"]["Status"]) is Phase.ENDED:
             return False
-        url = self._fleet.url(found)
-        with contextlib.suppress(*SILENT):
-            if url and not _busy(await invocations.ping(self._http, url, PING_S), session_id):
+        url = self._containers.url(found)
+        with contextlib.suppress(*NO_ANSWER):
+            if url and not _is_working(await invocations.ping(self._http, url, PING_S), session_id):
                 return False
         if self._attempts.begin(session_id):
-            self._ours[session_id] = url
-            self._do(self._follow(session_id))
-        return self._attempts.running(session_id)
+            self._urls[session_id] = url
+            self._create_task(self._follow(session_id))
+        return self._attempts.is_running(session_id)
 
     async def wait(self, attempt: Attempt) -> Exit:
-        return await self._attempts.exit(attempt.session_id)
+        return await self._attempts.wait(attempt.session_id)
 
     async def stop(self, attempt: Attempt) -> None:
         session_id = attempt.session_id
-        self._attempts.settle(session_id, broken(f"{session_id} was stopped", Reason.CANCELLED))
+        self._attempts.record_exit(session_id, failed_exit(f"{session_id} was stopped", Reason.CANCELLED))
         if task := self._launches.get(session_id):
             await asyncio.wait([task])
         await self._remove(session_id)
 
     async def status(self, attempt: Attempt) -> SessionStatus:
-        found = await self._fleet.find(attempt.session_id)
+        found = await self._containers.find(attempt.session_id)
         if found is None:
             return SessionStatus(session_id=attempt.session_id, phase=Phase.UNKNOWN)
-        return live_of_one(attempt.session_id, found)
+        return status_from_inspect(attempt.session_id, found)
 
     async def list(self) -> list[SessionStatus]:
-        return await self._fleet.list()
+        return await self._containers.list()
 
     async def logs(self, attempt: Attempt) -> str:
-        """Of a container that was removed by us, what it had printed until then."""
-        return await self._fleet.logs(attempt.session_id)
+        """Of a removed container, the log that was saved at its removal."""
+        return await self._containers.logs(attempt.session_id)
 
     # --- launching -------------------------------------------------------------------------------
 
     async def _launch(self, attempt: Attempt, payload: dict[str, Any]) -> AfieldError | None:
         session_id = attempt.session_id
         try:
-            await self._place(attempt, payload)
+            await self._start(attempt, payload)
             return None
         except RateLimited as throttled:
-            self._attempts.forget(session_id, broken(str(throttled), Reason.LAUNCH))
+            self._attempts.discard(session_id, failed_exit(str(throttled), Reason.LAUNCH))
             failure: AfieldError = throttled
         except RolloutFailure as rollout_failure:
-            self._attempts.settle(session_id, Exit(rollout_failure.failure))
+            self._attempts.record_exit(session_id, Exit(rollout_failure.failure))
             failure = rollout_failure
         except (AfieldError, OSError) as error:
             failure = InfrastructureFailure(f"{session_id} was not launched: {error}", Reason.LAUNCH)
-            self._attempts.settle(session_id, Exit(failure.failure))
+            self._attempts.record_exit(session_id, Exit(failure.failure))
         with contextlib.suppress(AfieldError):  # Tried again by `stop`, or on closing.
             await self._remove(session_id)
         return failure
 
-    async def _place(self, attempt: Attempt, payload: dict[str, Any]) -> None:
+    async def _start(self, attempt: Attempt, payload: dict[str, Any]) -> None:
         session_id = attempt.session_id
-        name = name_of(session_id)
-        await self._engine.need_image()
-        self._ours[session_id] = None
+        name = container_name(session_id)
+        await self._engine.ensure_image()
+        self._urls[session_id] = None
         try:
-            await self._fleet.create(session_id)
-        except Refused:
+            await self._containers.create(session_id)
+        except EngineRefused:
             # Made by an earlier launch, here or in another process? Engines word that differently.
-            if await self._fleet.find(session_id) is None:
+            if await self._containers.find(session_id) is None:
                 raise
-        self._check_wanted(session_id)
+        self._check_not_stopped(session_id)
         await self._engine.start(name)
-        url, said = await self._until_it_serves(session_id)
-        self._ours[session_id] = url
+        url, said = await self._wait_serving(session_id)
+        self._urls[session_id] = url
         if not (said.active is None and said.status != "Healthy"):
-            await self._post(attempt, url, await self._reachable(session_id, payload))
-        self._do(self._follow(session_id))
+            await self._post(attempt, url, await self._container_payload(session_id, payload))
+        self._create_task(self._follow(session_id))
 
-    async def _until_it_serves(self, session_id: str) -> tuple[str, Said]:
-        pause_s, url = EAGER_S, ""
+    async def _wait_serving(self, session_id: str) -> tuple[str, PingResponse]:
+        pause_s, url = FIRST_PING_S, ""
         silent = "it has no address"
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 while True:
-                    self._check_wanted(session_id)
-                    found = await self._fleet.alive(session_id)
-                    if url := self._fleet.url(found):
+                    self._check_not_stopped(session_id)
+                    found = await self._containers.check_running(session_id)
+                    if url := self._containers.url(found):
                         try:
                             return url, await invocations.ping(self._http, url, PING_S)
-                        except SILENT as error:
+                        except NO_ANSWER as error:
                             silent = f"{type(error).__name__}: {error}"
                     await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, PATIENT_S)
+                    pause_s = min(2 * pause_s, MAX_PING_INTERVAL_S)
         except TimeoutError:
             where = f"GET {url}/ping" if url else f"port {self._options.port}"
             waited = f"did not answer within {self._start_timeout_s:g} s: {silent}"
-            tail = await self._engine.logs(name_of(session_id))
-            said = f"{where} of {name_of(session_id)} {waited}; its log ends: {tail}"
+            tail = await self._engine.logs(container_name(session_id))
+            said = f"{where} of {container_name(session_id)} {waited}; its log ends: {tail}"
             raise InfrastructureFailure(said, Reason.LAUNCH) from None
 
-    async def _reachable(self, session_id: str, payload: dict[str, Any]) -> dict[str, Any]:
-        """The payload with addresses that hold inside of the container."""
+    async def _container_payload(self, session_id: str, payload: dict[str, Any]) -> dict[str, Any]:
+        """Payload with addresses that work inside the container."""
         ports = loopback_ports(payload)
         if not ports:
             return payload
         if self._options.host:
-            return readdressed(payload, self._options.host)
-        if not self._engine.local:
-            said = f"{session_id} is sent to 127.0.0.1, which {self._engine.where} cannot reach"
+            return rewrite_addresses(payload, self._options.host)
+        if not self._engine.is_local:
+            said = f"{session_id} is sent to 127.0.0.1, which {self._engine.url} cannot reach"
             remedy = "start the gateway with --host 0.0.0.0 --public-url http://THIS_MACHINE:PORT"
             raise InfrastructureFailure(f"{said}; {remedy}", Reason.LAUNCH)
-        gateway, subnet = gateway_of(await self._fleet.alive(session_id))
-        if gateway and await self._relays.reach(gateway, subnet, ports):
-            return readdressed(payload, gateway)
+        gateway, subnet = gateway_of(await self._containers.check_running(session_id))
+        if gateway and await self._relays.open(gateway, subnet, ports):
+            return rewrite_addresses(payload, gateway)
         # The engine is in a virtual machine, or rootless: it has a name for us.
         name = "host.containers.internal" if self._engine.kind == "podman" else "host.docker.internal"
-        return readdressed(payload, name)
+        return rewrite_addresses(payload, name)
 
     async def _post(self, attempt: Attempt, url: str, payload: dict[str, Any]) -> None:
-        """Posting is idempotent, so a connection that broke under it is tried once more."""
+        """Post with one retry if the connection breaks: posting is idempotent."""
         for last in (False, True):
-            self._check_wanted(attempt.session_id)
+            self._check_not_stopped(attempt.session_id)
             try:
                 await invocations.post(self._http, url, attempt, payload)
                 return
             except (aiohttp.ClientError, OSError) as error:
-                await self._fleet.alive(attempt.session_id, unavailable_timeout_s=1.0)
+                await self._containers.check_running(attempt.session_id, unavailable_timeout_s=1.0)
                 if last or isinstance(error, TimeoutError):
                     why = f"{type(error).__name__}: {error}"
-                    said = f"{name_of(attempt.session_id)} did not take its payload: {why}"
+                    said = f"{container_name(attempt.session_id)} did not take its payload: {why}"
                     raise InfrastructureFailure(said, Reason.LAUNCH) from error
 
-    def _check_wanted(self, session_id: str) -> None:
-        if not self._attempts.running(session_id):
+    def _check_not_stopped(self, session_id: str) -> None:
+        if not self._attempts.is_running(session_id):
             raise InfrastructureFailure(f"{session_id} was stopped before it started", Reason.CANCELLED)
 
     # --- what runs, and what has ended -----------------------------------------------------------
 
     async def _follow(self, session_id: str) -> None:
-        """Until its agent has ended, or its container."""
-        while self._attempts.running(session_id):
+        """Poll until the agent has finished or the container has ended."""
+        while self._attempts.is_running(session_id):
             await asyncio.sleep(self._poll_s)
             try:
-                url = self._ours.get(session_id) or self._fleet.url(await self._fleet.find(session_id))
+                url = self._urls.get(session_id) or self._containers.url(
+                    await self._containers.find(session_id)
+                )
                 if not url:
                     raise OSError(f"{session_id} has no address")
-                self._ours[session_id] = url
+                self._urls[session_id] = url
                 said = await invocations.ping(self._http, url, PING_S)
-            except (*SILENT, Unavailable, Refused):
-                self._silence.set()
+            except (*NO_ANSWER, Unavailable, EngineRefused):
+                self._no_answer.set()
                 continue
-            if not _busy(said, session_id):
-                self._attempts.settle(session_id, Exit(lingers=True))
+            if not _is_working(said, session_id):
+                self._attempts.record_exit(session_id, Exit(lingers=True))
 
     async def _watch(self) -> None:
-        """One list for all containers tells which have died."""
+        """Detect dead containers with one list for all."""
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
-                    await self._silence.wait()
-            self._silence.clear()
+                async with asyncio.timeout(LIST_INTERVAL_S):
+                    await self._no_answer.wait()
+            self._no_answer.clear()
             # Before the list: one that is placed while it is under way is not in it.
             followed = [
-                s for s in self._attempts if self._ours.get(s) is not None and s not in self._launches
+                s for s in self._attempts if self._urls.get(s) is not None and s not in self._launches
             ]
             if followed:
                 try:
-                    await self._bury(followed)
-                except (Unavailable, Refused) as error:
+                    await self._fail_exited(followed)
+                except (Unavailable, EngineRefused) as error:
                     log.warning("run %s cannot see its containers: %s", self._name, error)
             await asyncio.sleep(self._poll_s)
 
-    async def _bury(self, followed: list[str]) -> None:
-        alive = {live.session_id for live in await self._fleet.list() if live.phase is not Phase.ENDED}
+    async def _fail_exited(self, followed: list[str]) -> None:
+        alive = {live.session_id for live in await self._containers.list() if live.phase is not Phase.ENDED}
         for session_id in followed:
-            if session_id not in alive and self._attempts.running(session_id):
+            if session_id not in alive and self._attempts.is_running(session_id):
                 try:
-                    await self._fleet.alive(session_id)
+                    await self._containers.check_running(session_id)
                 except InfrastructureFailure as died:
-                    tail = await self._engine.logs(name_of(session_id))
-                    self._attempts.settle(session_id, Exit(died.failure, tail, lingers=True))
+                    tail = await self._engine.logs(container_name(session_id))
+                    self._attempts.record_exit(session_id, Exit(died.failure, tail, lingers=True))
 
     # --- small things ----------------------------------------------------------------------------
 
     async def _remove(self, session_id: str) -> None:
-        await self._fleet.remove(session_id)
-        self._ours.pop(session_id, None)
+        await self._containers.remove(session_id)
+        self._urls.pop(session_id, None)
 
-    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+    def _create_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._group.create_task(work)
-        self._chores.add(task)
-        task.add_done_callback(self._chores.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
-def _busy(said: Said, session_id: str) -> bool:
-    """Servers that do not tell their sessions apart have only this one."""
+def _is_working(said: PingResponse, session_id: str) -> bool:
+    """A server that does not list its sessions has only this one."""
     return said.status != "Healthy" if said.active is None else session_id in said.active

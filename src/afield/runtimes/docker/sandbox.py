@@ -1,9 +1,9 @@
-"""Commands in a fresh container of their own: a place for a verifier, or for what an agent wrote.
+"""Container sandbox: commands in a fresh container, for verifiers or an agent's output.
 
-The image needs a shell and `cat`. Nothing of the container is left when its block ends; one whose process
-was killed has the labels of its run, and is reaped like an agent. Commands have no network unless the options
-name one. What runs into its timeout is killed with all else in the container, or, while other commands run
-there too, with all that has its mark in the environment.
+The image needs a shell and `cat`. The container is removed when the block ends; one that is left by a killed
+process carries the run's labels and is cleaned up like an agent's. Commands have no network unless the
+options name one. A command that times out is killed with all other processes of the container or, while other
+commands run there, with all processes that carry its mark in their environment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ from msgspec.structs import replace
 
 from afield.errors import AfieldError, InfrastructureFailure, NotFound
 from afield.interfaces.sandbox import MAX_DOWNLOAD_BYTES, ExecResult, build_argv, check_path, file_too_large
-from afield.runtimes.docker.engine import Engine, Refused, death_of, labels_of, name_of, need_library
+from afield.runtimes.docker.engine import (
+    DockerEngine,
+    EngineRefused,
+    check_library,
+    container_labels,
+    container_name,
+    describe_exit,
+)
 from afield.settings.runtimes import ContainerOptions
 from afield.types import Reason
 
@@ -68,28 +75,28 @@ READ = '[ -f "$1" ] || exit 44; cat -- "$1"'
 NO_FILE = 44
 
 
-class Output:
-    """A stream of which the first and the last part are kept."""
+class OutputBuffer:
+    """Bounded output: keeps the first and the last part of a stream."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._head = bytearray()
         self._tail = bytearray()
-        self.cut = 0
+        self.omitted = 0
 
     def add(self, data: bytes) -> None:
-        room = self._most // 2 - len(self._head)
+        room = self._limit // 2 - len(self._head)
         if room > 0:
             self._head += data[:room]
             data = data[room:]
         self._tail += data
-        if len(self._tail) > self._most:
+        if len(self._tail) > self._limit:
             self._trim()
 
     def _trim(self) -> None:
-        over = len(self._tail) - (self._most - self._most // 2)
+        over = len(self._tail) - (self._limit - self._limit // 2)
         if over > 0:
-            self.cut += over
+            self.omitted += over
             del self._tail[:over]
 
     @property
@@ -100,30 +107,31 @@ class Output:
     @property
     def text(self) -> str:
         self._trim()
-        between = f"\n... {self.cut} bytes left out ...\n".encode() if self.cut else b""
+        between = f"\n... {self.omitted} bytes left out ...\n".encode() if self.omitted else b""
         return (bytes(self._head) + between + bytes(self._tail)).decode("utf-8", "replace")
 
 
-class Whole(Output):
-    """One that is of use only if nothing is left out: what is longer is not read to its end."""
+class CompleteOutput(OutputBuffer):
+    """Output that is useless if truncated: reading stops at the limit."""
 
     def add(self, data: bytes) -> None:
         super().add(data)
-        if self.cut:
+        if self.omitted:
             raise ConnectionAbortedError("there is more than is kept")
 
 
-class _Ended(Struct, frozen=True):
+class _CommandResult(Struct, frozen=True):
     exit_code: int | None
-    out: Output
-    err: Output
+    out: OutputBuffer
+    err: OutputBuffer
     timed_out: bool
 
 
 class ContainerSandbox:
-    """`options.network` of bridge, the default for agents, becomes none here: name a network to have one.
+    """Sandbox in a container. The network `bridge`, the default for agents, becomes `none`: name a network to
+    have one.
 
-    `keep_bytes` of what a command prints are kept; a file that is read has `most_bytes` at most.
+    `keep_bytes` limits the output kept of a command, `most_bytes` the size of a file that is read.
     """
 
     def __init__(
@@ -138,25 +146,25 @@ class ContainerSandbox:
         given = options or ContainerOptions()
         network = "none" if given.network == "bridge" else given.network
         self._options = replace(given, image=image or given.image, network=network, init=False)
-        self._engine = Engine(self._options)
+        self._engine = DockerEngine(self._options)
         self._run = name
         # Of the form that sessions have, so that it is listed and stopped like one.
         self._session_id = f"sandbox-{uuid4().hex}.1"
-        self._name = name_of(self._session_id)
+        self._name = container_name(self._session_id)
         self._keep_bytes, self._most_bytes = keep_bytes, most_bytes
         self._running = 0
 
     async def __aenter__(self) -> Self:
-        need_library()
+        check_library()
         await self._engine.__aenter__()
         try:
-            labels = labels_of(self._run, self._session_id)
+            labels = container_labels(self._run, self._session_id)
             idle: dict[str, Any] = {"entrypoint": ["/bin/sh", "-c", IDLE], "command": []}
             await self._engine.create(self._name, labels, serve=False, **idle)
             await self._engine.start(self._name)
         except BaseException as error:
             await asyncio.shield(self.__aexit__())
-            if isinstance(error, Refused):
+            if isinstance(error, EngineRefused):
                 said = f"no sandbox of {self._options.image}: {error}"
                 raise InfrastructureFailure(said, Reason.LAUNCH) from error
             raise
@@ -179,7 +187,7 @@ class ContainerSandbox:
         stdin: bytes = b"",
     ) -> ExecResult:
         argv = build_argv(command, timeout, cwd, env)
-        out = Output(self._keep_bytes)
+        out = OutputBuffer(self._keep_bytes)
         ended = await self._exec(argv, timeout, cwd, dict(env or {}), stdin, out)
         stdout, stderr = ended.out.text, ended.err.text
         return ExecResult(
@@ -187,22 +195,22 @@ class ContainerSandbox:
             stdout=stdout,
             stderr=stderr,
             timed_out=ended.timed_out,
-            truncated=bool(ended.out.cut or ended.err.cut),
+            truncated=bool(ended.out.omitted or ended.err.omitted),
         )
 
     async def upload(self, path: str, data: bytes) -> None:
         check_path(path)
         argv = ["/bin/sh", "-c", WRITE, "write", path]
-        ended = await self._exec(argv, 600.0, None, {}, data, Output(KEPT))
+        ended = await self._exec(argv, 600.0, None, {}, data, OutputBuffer(KEPT))
         if ended.exit_code != 0:
             raise InfrastructureFailure(f"{path} was not written: {ended.err.text.strip()}", Reason.UPLOAD)
 
     async def download(self, path: str) -> bytes:
         check_path(path)
         argv = ["/bin/sh", "-c", READ, "read", path]
-        ended = await self._exec(argv, 600.0, None, {}, b"", Whole(self._most_bytes))
+        ended = await self._exec(argv, 600.0, None, {}, b"", CompleteOutput(self._most_bytes))
         content = ended.out.bytes
-        if ended.out.cut:
+        if ended.out.omitted:
             raise file_too_large(path, "the sandbox", self._most_bytes)
         if ended.exit_code == NO_FILE:
             raise NotFound(f"there is no file {path} in the sandbox")
@@ -219,32 +227,34 @@ class ContainerSandbox:
         cwd: str | None,
         env: dict[str, str],
         stdin: bytes,
-        out: Output,
-    ) -> _Ended:
+        out: OutputBuffer,
+    ) -> _CommandResult:
         mark = uuid4().hex
-        err = Output(self._keep_bytes)
+        err = OutputBuffer(self._keep_bytes)
         self._running += 1
         try:
             running = await self._engine.call(
-                lambda api: _Command(api, self._name, argv, cwd, {**env, MARK: mark}, stdin)
+                lambda api: _EngineExec(api, self._name, argv, cwd, {**env, MARK: mark}, stdin)
             )
             talking = asyncio.create_task(self._engine.call(lambda _: running.talk(out, err)))
             try:
-                code = await self._within(talking, running, timeout)
+                code = await self._wait_exit(talking, running, timeout)
             except BaseException:
                 await asyncio.shield(self._kill(mark, running, talking))
                 raise
             if code is None:
                 await self._kill(mark, running, talking)
-        except Refused as error:
-            raise await self._broken(error) from error
+        except EngineRefused as error:
+            raise await self._sandbox_error(error) from error
         finally:
             self._running -= 1
-        return _Ended(code, out, err, code is None)
+        return _CommandResult(code, out, err, code is None)
 
-    async def _within(self, talking: asyncio.Task[None], running: _Command, timeout: float) -> int | None:
-        """How a command ended, if in time. Its output may end before it does; and what it left behind may
-        hold its output open.
+    async def _wait_exit(
+        self, talking: asyncio.Task[None], running: _EngineExec, timeout: float
+    ) -> int | None:
+        """Exit code, or None on timeout. The output may end before the command, and processes it leaves
+        behind may hold it open.
         """
         end = time.monotonic() + timeout
         pause_s = SOON_S
@@ -261,8 +271,10 @@ class ContainerSandbox:
                 return code
         return None
 
-    async def _kill(self, mark: str, running: _Command, talking: asyncio.Task[None]) -> None:
-        """Of last resort is a restart: nothing in the container survives it, nor what it has in memory."""
+    async def _kill(self, mark: str, running: _EngineExec, talking: asyncio.Task[None]) -> None:
+        """Kill a command; if that fails, restart the container, which loses all memory and processes in
+        it.
+        """
         if self._running > 1:
             argv = ["/bin/sh", "-c", KILL_MARKED, "kill", f"{MARK}={mark}"]
         else:
@@ -278,18 +290,18 @@ class ContainerSandbox:
         running.close()
         await talking
 
-    async def _broken(self, why: object) -> InfrastructureFailure:
+    async def _sandbox_error(self, why: object) -> InfrastructureFailure:
         found = await self._engine.inspect(self._name)
         if found is None:
             return InfrastructureFailure("the sandbox is gone: somebody removed its container", Reason.DIED)
         if not found["State"]["Running"]:
-            said = death_of(found["State"], self._options.limits)
+            said = describe_exit(found["State"], self._options.limits)
             return InfrastructureFailure(f"the sandbox {said}", Reason.DIED)
         return InfrastructureFailure(f"the sandbox takes no commands: {why}", Reason.DIED)
 
 
-class _Command:
-    """One exec of the engine, with the connection that carries its input and output."""
+class _EngineExec:
+    """One exec of the engine with the connection for its input and output."""
 
     def __init__(
         self,
@@ -309,8 +321,8 @@ class _Command:
         self._socket: socket.socket = getattr(self._link, "_sock", self._link)
         self._socket.settimeout(None)
 
-    def talk(self, out: Output, err: Output) -> None:
-        """Until both streams have ended, or `close`."""
+    def talk(self, out: OutputBuffer, err: OutputBuffer) -> None:
+        """Copy output until both streams end or `close` is called."""
         try:
             while header := self._read(8):
                 stream, size = struct.unpack(">BxxxL", header)
@@ -332,7 +344,7 @@ class _Command:
         return bytes(data)
 
     def _feed(self) -> None:
-        """Until there is something to read: a command may want to be read before it reads on."""
+        """Send input until there is output to read, so that neither side blocks."""
         ready = select.poll()
         ready.register(self._socket, select.POLLIN | select.POLLOUT)
         while self._stdin:
@@ -351,18 +363,18 @@ class _Command:
                     self._socket.shutdown(socket.SHUT_WR)
 
     def exit_code(self) -> int | None:
-        """None while it runs, or where the engine no longer knows."""
+        """None while it runs, or if the engine has forgotten it."""
         told = self._api.exec_inspect(self._id)
         return None if told["Running"] else told["ExitCode"]
 
     def close(self) -> None:
-        """`talk` ends."""
+        """End `talk`."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
 def _run(api: APIClient, container: str, argv: list[str]) -> bool:
-    """Whether it could be run: a container may be full of processes, or have lost its shell."""
+    """Whether the command ran: a container may be out of processes, or have lost its shell."""
     from docker.errors import APIError
 
     try:

@@ -1,8 +1,8 @@
-"""One API server: how it is found, how it is asked, and what its refusals mean.
+"""Kubernetes API client: configuration, requests, errors, and watches.
 
-The library reads kubeconfigs and service accounts, and knows TLS and tokens; requests and answers are
-plain JSON, since its own models cost more than what they describe. A server that does not answer, or
-not now, is asked a few times, where asking twice is harmless.
+The library reads kubeconfigs and service accounts and handles TLS and tokens. Requests and answers are plain
+JSON: the library's models cost more CPU than the rest of a request. Idempotent requests are retried while the
+server is unavailable.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from afield.errors import AfieldError, RateLimited, Unavailable, UsageError
-from afield.runtimes.kubernetes.objects import Change, Listed, Meta, Status
+from afield.runtimes.kubernetes.objects import ApiStatus, ObjectList, ObjectMeta, WatchEvent
 from afield.settings.runtimes import KubernetesOptions
 
 log = logging.getLogger("afield.runtimes.kubernetes.runtime")
@@ -33,12 +33,12 @@ EXPIRED = 410
 TRIES = 4
 PAUSE_S = 0.3
 TOKEN_S = 60.0  # how long a token is used before it is read, or made, again
-SILENT = (aiohttp.ClientError, OSError)  # TimeoutError is an OSError
+NO_ANSWER = (aiohttp.ClientError, OSError)  # TimeoutError is an OSError
 T = TypeVar("T")
 
 
-class Refused(AfieldError):
-    """A 4xx of the API server that is neither 'not now' nor 'too many'."""
+class KubernetesRefused(AfieldError):
+    """4xx answer other than rate limiting."""
 
     def __init__(self, message: str, status: int, reason: str = "") -> None:
         super().__init__(message)
@@ -46,8 +46,8 @@ class Refused(AfieldError):
         self.reason = reason
 
 
-class Cluster:
-    """Opened by `opened`. `path`s are below the server's address."""
+class KubernetesCluster:
+    """One API server, opened by `open_cluster`. Paths are relative to its address."""
 
     def __init__(self, client: Any, namespace: str) -> None:
         self._client = client
@@ -64,7 +64,7 @@ class Cluster:
         return f"/api/v1/namespaces/{self.namespace}/{kind}" + (f"/{name}" if name else "")
 
     @asynccontextmanager
-    async def asked(
+    async def request(
         self,
         method: str,
         path: str,
@@ -74,7 +74,7 @@ class Cluster:
         headers: Mapping[str, str] | None = None,
         timeout: aiohttp.ClientTimeout | None = None,
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        """One request; raises one of SILENT where there is no answer."""
+        """Send one request; raises one of NO_ANSWER if there is no answer."""
         rest = self._client.rest_client
         sent = {"Accept": "application/json", "User-Agent": "afield", **(headers or {})}
         if body is not None:
@@ -102,51 +102,51 @@ class Cluster:
         headers: Mapping[str, str] | None = None,
         timeout_s: float = REQUEST_S,
     ) -> bytes:
-        """One request; what its refusal means is raised: Throttled, Unavailable or Refused."""
+        """Send one request and return the body; raises RateLimited, Unavailable or KubernetesRefused."""
         sent = None if body is None else msgspec.json.encode(body)
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, CONNECT_S))
         try:
-            async with self.asked(
+            async with self.request(
                 method, path, params=params, body=sent, headers=headers, timeout=timeout
             ) as response:
                 said = await response.read()
-        except SILENT as error:
-            raise Unavailable(f"{self.host} does not answer: {named(error)}") from error
+        except NO_ANSWER as error:
+            raise Unavailable(f"{self.host} does not answer: {describe(error)}") from error
         if response.status >= 300:
-            raise refusal(response.status, said, response.headers.get("Retry-After", ""))
+            raise error_of(response.status, said, response.headers.get("Retry-After", ""))
         return said
 
     async def get(self, path: str, kind: type[T], **how: Any) -> T:
-        said = await patiently(lambda: self.call("GET", path, **how))
+        said = await retry_unavailable(lambda: self.call("GET", path, **how))
         try:
             return msgspec.json.decode(said, type=kind)
         except msgspec.MsgspecError as error:
             raise Unavailable(f"{self.host}{path} is not what a cluster says: {error}") from error
 
     async def list(self, path: str, kind: type[T], params: Mapping[str, str]) -> tuple[list[T], str]:
-        """All of them, page by page, and the version they were at.
+        """All objects, page by page, and their resource version.
 
-        A server that forgot the version of the first page (410) is asked for everything in one.
+        If the version of the first page has expired (410), everything is listed in one request.
         """
         items: list[T] = []
         more = ""
         while True:
             page = {**params, "limit": PAGE, **({"continue": more} if more else {})}
             try:
-                found = await self.get(path, Listed[kind], params=page)
-            except Refused as error:
+                found = await self.get(path, ObjectList[kind], params=page)
+            except KubernetesRefused as error:
                 if error.status != EXPIRED or not more:
                     raise
                 items = []
-                found = await self.get(path, Listed[kind], params=params)
+                found = await self.get(path, ObjectList[kind], params=params)
             items += found.items or []
             more = found.metadata.continue_
             if not more:
                 return items, found.metadata.resource_version
 
 
-async def patiently(ask: Callable[[], Awaitable[T]]) -> T:
-    """For what may be asked twice: no answer is not yet a refusal."""
+async def retry_unavailable(ask: Callable[[], Awaitable[T]]) -> T:
+    """Retry a request that may be repeated while the server is unavailable."""
     for tried in range(1, TRIES):
         try:
             return await ask()
@@ -156,33 +156,33 @@ async def patiently(ask: Callable[[], Awaitable[T]]) -> T:
     return await ask()
 
 
-def refusal(status: int, said: bytes, retry_after: str = "") -> AfieldError:
-    found = status_in(said)
+def error_of(status: int, said: bytes, retry_after: str = "") -> AfieldError:
+    found = parse_status(said)
     message = found.message or said[:500].decode("utf-8", "replace")
-    told = f"the API server answered {status}: {message}"
+    summary = f"the API server answered {status}: {message}"
     quota = status == 403 and "exceeded quota" in message
     if status == 429 or quota:
-        return RateLimited(told, float(retry_after) if retry_after.isdigit() else None)
+        return RateLimited(summary, float(retry_after) if retry_after.isdigit() else None)
     if status >= 500:
-        return Unavailable(told)
-    return Refused(told, status, found.reason)
+        return Unavailable(summary)
+    return KubernetesRefused(summary, status, found.reason)
 
 
-def status_in(said: bytes) -> Status:
-    """The server's own words; empty where it is not the API server that speaks."""
+def parse_status(said: bytes) -> ApiStatus:
+    """The API server's Status object; empty if the answer is not the API server's."""
     try:
-        found = msgspec.json.decode(said, type=Status)
+        found = msgspec.json.decode(said, type=ApiStatus)
     except msgspec.MsgspecError:
-        return Status()
-    return found if found.kind == "Status" else Status()
+        return ApiStatus()
+    return found if found.kind == "Status" else ApiStatus()
 
 
-def named(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
-async def opened(options: KubernetesOptions, token_s: float = TOKEN_S) -> Cluster:
-    """The cluster that the options name. Nothing is sent yet; what cannot be read is a UsageError."""
+async def open_cluster(options: KubernetesOptions, token_s: float = TOKEN_S) -> KubernetesCluster:
+    """Cluster that the options name; sends nothing. Raises UsageError if the configuration cannot be read."""
     try:
         from kubernetes_asyncio import client
     except ImportError as error:
@@ -192,7 +192,7 @@ async def opened(options: KubernetesOptions, token_s: float = TOKEN_S) -> Cluste
     configuration.connection_pool_maxsize = 0  # no bound
     await _configure(configuration, options, token_s)
     try:
-        return Cluster(client.ApiClient(configuration), options.namespace)
+        return KubernetesCluster(client.ApiClient(configuration), options.namespace)
     except OSError as error:  # certificates that cannot be read
         raise UsageError(f"the certificates of {configuration.host} cannot be used: {error}") from error
 
@@ -244,7 +244,7 @@ async def _configure(configuration: Any, options: KubernetesOptions, token_s: fl
 def _refreshing(
     loader: Any, unreadable: tuple[type[BaseException], ...], token_s: float
 ) -> Callable[[Any], Awaitable[None]]:
-    """Tokens end, often after minutes: each is read, or made, anew from time to time."""
+    """Hook that reads or creates the token again every `token_s`, since tokens expire."""
     read_at = time.monotonic()
 
     async def refresh(configuration: Any) -> None:
@@ -268,26 +268,31 @@ GONE = 410
 
 class Object(Protocol):
     @property
-    def metadata(self) -> Meta: ...
+    def metadata(self) -> ObjectMeta: ...
 
 
 K = TypeVar("K", bound=Object)
 
 
 class _Expired(Exception):
-    """The server has forgotten the version we were at."""
+    """The server has dropped the resource version of the watch."""
 
 
 class _Bare(Struct, frozen=True):
-    metadata: Meta = Meta()
+    metadata: ObjectMeta = ObjectMeta()
 
 
 class Watch(Generic[K]):
-    """`changed` is told each object as it is now; `gone` the last that was seen of one that was deleted."""
+    """Keeps a copy of all objects of one kind, by one list and one watch, until cancelled.
+
+    `changed` gets each object once per version, `gone` the last version of a deleted one. A watch that ends,
+    breaks or stays silent resumes at its version; if the server has dropped that version (410), everything is
+    listed again and missing objects count as deleted. The client library's own watch does not do the latter.
+    """
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: KubernetesCluster,
         path: str,
         kind: type[K],
         selector: str,
@@ -301,10 +306,10 @@ class Watch(Generic[K]):
         self._selector = selector
         self._changed = changed
         self._gone = gone
-        self._known: dict[str, K] = {}
+        self._objects: dict[str, K] = {}
         self._version = ""
 
-    async def keep(self) -> None:
+    async def run(self) -> None:
         pause_s = WATCH_PAUSE_S[0]
         while True:
             try:
@@ -320,8 +325,8 @@ class Watch(Generic[K]):
             except _Expired:
                 log.info("%s: the watch is too old and begins anew", self._path)
                 self._version = ""
-            except SILENT as error:
-                log.info("%s: the watch broke (%s) and is taken up again", self._path, named(error))
+            except NO_ANSWER as error:
+                log.info("%s: the watch broke (%s) and is taken up again", self._path, describe(error))
             except (AfieldError, msgspec.MsgspecError) as error:
                 log.warning("%s cannot be watched: %s; tried again", self._path, error)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
@@ -330,13 +335,13 @@ class Watch(Generic[K]):
     async def _list(self) -> None:
         found, version = await self._cluster.list(self._path, self._kind, {"labelSelector": self._selector})
         there = {item.metadata.uid: item for item in found}
-        for uid in self._known.keys() - there.keys():
-            self._gone(self._known.pop(uid))
+        for uid in self._objects.keys() - there.keys():
+            self._gone(self._objects.pop(uid))
         for item in there.values():
             self._put(item)
         self._version = version
 
-    async def _changes(self) -> AsyncGenerator[Change]:
+    async def _changes(self) -> AsyncGenerator[WatchEvent]:
         params: Mapping[str, str] = {
             "watch": "1",
             "allowWatchBookmarks": "true",
@@ -345,21 +350,21 @@ class Watch(Generic[K]):
             "timeoutSeconds": str(WATCH_S),
         }
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=WATCH_S + SLACK_S)
-        async with self._cluster.asked("GET", self._path, params=params, timeout=timeout) as response:
+        async with self._cluster.request("GET", self._path, params=params, timeout=timeout) as response:
             if response.status == GONE:
                 raise _Expired
             if response.status >= 300:
                 said = await response.read()
-                raise refusal(response.status, said, response.headers.get("Retry-After", ""))
+                raise error_of(response.status, said, response.headers.get("Retry-After", ""))
             async for line in response.content:
                 # A line without its end is one that the connection was cut in.
                 if line.endswith(b"\n") and line.strip():
-                    yield msgspec.json.decode(line, type=Change)
+                    yield msgspec.json.decode(line, type=WatchEvent)
 
-    def _take(self, change: Change) -> None:
+    def _take(self, change: WatchEvent) -> None:
         match change.type:
             case "ERROR":
-                status = msgspec.json.decode(change.object, type=Status)
+                status = msgspec.json.decode(change.object, type=ApiStatus)
                 if status.code == GONE:
                     raise _Expired
                 raise Unavailable(f"the watch says {status.code}: {status.message}")
@@ -367,7 +372,7 @@ class Watch(Generic[K]):
                 self._version = msgspec.json.decode(change.object, type=_Bare).metadata.resource_version
             case "DELETED":
                 item = msgspec.json.decode(change.object, type=self._kind)
-                self._known.pop(item.metadata.uid, None)
+                self._objects.pop(item.metadata.uid, None)
                 self._gone(item)
                 self._version = item.metadata.resource_version
             case _:
@@ -376,7 +381,7 @@ class Watch(Generic[K]):
                 self._version = item.metadata.resource_version
 
     def _put(self, item: K) -> None:
-        before = self._known.get(item.metadata.uid)
-        self._known[item.metadata.uid] = item
+        before = self._objects.get(item.metadata.uid)
+        self._objects[item.metadata.uid] = item
         if before is None or before.metadata.resource_version != item.metadata.resource_version:
             self._changed(item)

@@ -1,7 +1,10 @@
-"""What of a cluster's objects is read here: Jobs, their pods, lists, watch events and refusals.
+"""Kubernetes objects: the Job of a session, fields read back, and what they mean.
 
-Only the fields that decide something; the rest of what a cluster says is skipped unread. `name_of` and
-`label_of` say under which name and label a session is found, from any process.
+1. Structs for Jobs, pods, lists, watch events and statuses, with only the fields that are used.
+2. `job_name` and `label_value`: how any process finds a session.
+3. `job_for`: the Job to create. It runs once, has a deadline and a TTL, and contains nothing of the payload,
+so that readers of Jobs see no keys.
+4. `end_of`, `unstartable`, `unschedulable`: how a session ended, or why it will not start.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 READABLE = 30
 
 
-class Meta(Struct, frozen=True, rename="camel"):
+class ObjectMeta(Struct, frozen=True, rename="camel"):
     name: str = ""
     uid: str = ""
     resource_version: str = ""
@@ -52,37 +55,37 @@ class JobStatus(Struct, frozen=True, rename="camel"):
 
 
 class Job(Struct, frozen=True, rename="camel"):
-    metadata: Meta = Meta()
+    metadata: ObjectMeta = ObjectMeta()
     status: JobStatus = JobStatus()
 
     @property
     def ended(self) -> Condition | None:
-        """The condition that says so; a Job that is about to fail has failed."""
+        """Condition that says the Job has ended; one that is about to fail counts as failed."""
         wanted = ("Failed", "FailureTarget", "Complete")
         return next(
             (c for kind in wanted for c in self.status.conditions if c.type == kind and c.holds), None
         )
 
 
-class Terminated(Struct, frozen=True, rename="camel"):
+class TerminatedState(Struct, frozen=True, rename="camel"):
     exit_code: int = 0
     reason: str = ""
     message: str = ""
 
 
-class Stalled(Struct, frozen=True, rename="camel"):
+class WaitingState(Struct, frozen=True, rename="camel"):
     reason: str = ""
     message: str = ""
 
 
-class State(Struct, frozen=True):
-    waiting: Stalled | None = None
-    terminated: Terminated | None = None
+class ContainerState(Struct, frozen=True):
+    waiting: WaitingState | None = None
+    terminated: TerminatedState | None = None
 
 
 class ContainerStatus(Struct, frozen=True, rename="camel"):
     name: str = ""
-    state: State = State()
+    state: ContainerState = ContainerState()
 
 
 class PodStatus(Struct, frozen=True, rename="camel"):
@@ -98,7 +101,7 @@ class PodSpec(Struct, frozen=True, rename="camel"):
 
 
 class Pod(Struct, frozen=True, rename="camel"):
-    metadata: Meta = Meta()
+    metadata: ObjectMeta = ObjectMeta()
     spec: PodSpec = PodSpec()
     status: PodStatus = PodStatus()
 
@@ -112,7 +115,7 @@ class Pod(Struct, frozen=True, rename="camel"):
 
 
 class Event(Struct, frozen=True):
-    """What a controller tells about an object, for people to read."""
+    """Message of a controller about an object."""
 
     reason: str = ""
     message: str = ""
@@ -126,22 +129,22 @@ class ListMeta(Struct, frozen=True, rename="camel"):
     continue_: str = msgspec.field(default="", name="continue")
 
 
-class Listed(Struct, Generic[Item], frozen=True):
-    """Some servers say null for nothing."""
+class ObjectList(Struct, Generic[Item], frozen=True):
+    """Some servers send null for an empty list."""
 
     items: list[Item] | None = None
     metadata: ListMeta = ListMeta()
 
 
-class Change(Struct, frozen=True):
+class WatchEvent(Struct, frozen=True):
     """One line of a watch."""
 
     type: str
     object: msgspec.Raw
 
 
-class Status(Struct, frozen=True, rename="camel"):
-    """How an API server refuses."""
+class ApiStatus(Struct, frozen=True, rename="camel"):
+    """Error answer of an API server."""
 
     kind: str = ""
     message: str = ""
@@ -149,25 +152,23 @@ class Status(Struct, frozen=True, rename="camel"):
     code: int = 0
 
 
-class Review(Struct, frozen=True):
-    """Whether we may do something."""
+class AccessReview(Struct, frozen=True):
+    """Answer to SelfSubjectAccessReview."""
 
-    class Answer(Struct, frozen=True):
+    class AccessReviewStatus(Struct, frozen=True):
         allowed: bool = False
 
-    status: Answer = Answer()
+    status: AccessReviewStatus = AccessReviewStatus()
 
 
-def name_of(run: str, session_id: str) -> str:
-    """Of a session's Job: readable, and its own: other runs may have sessions of the same id, and two ids may
-    look alike in small letters.
-    """
+def job_name(run: str, session_id: str) -> str:
+    """Name of a session's Job: readable, and unique by a digest of run and session id."""
     readable = re.sub(r"[^a-z0-9]+", "-", session_id.lower())[:READABLE].strip("-")
     return "-".join(part for part in ("afield", readable, _digest(f"{run}\n{session_id}")) if part)
 
 
-def label_of(text: str) -> str:
-    """As a label's value; what does not fit into one is replaced by its digest."""
+def label_value(text: str) -> str:
+    """Value for a label; text that is not allowed is replaced by its digest."""
     return text if LABEL.fullmatch(text) else f"sha256-{_digest(text)}"
 
 
@@ -183,12 +184,12 @@ PROBE_S = 1
 
 
 def job_for(options: KubernetesOptions, run: str, session_id: str) -> dict[str, Any]:
-    labels = {**options.labels, RUN: label_of(run), SESSION: label_of(session_id)}
+    labels = {**options.labels, RUN: label_value(run), SESSION: label_value(session_id)}
     notes = {RUN: run, SESSION: session_id}
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": name_of(run, session_id), "labels": labels, "annotations": notes},
+        "metadata": {"name": job_name(run, session_id), "labels": labels, "annotations": notes},
         "spec": {
             "backoffLimit": 0,
             "completions": 1,
@@ -273,7 +274,7 @@ def _patience(what: str) -> dict[str, Any]:
 
 
 # Reasons a container waits for that no waiting mends.
-HOPELESS = frozenset(
+UNSTARTABLE = frozenset(
     {
         "ErrImagePull",
         "ImagePullBackOff",
@@ -287,8 +288,8 @@ HOPELESS = frozenset(
 )
 
 
-class End(Struct, frozen=True):
-    """`said` is empty where it ended well."""
+class SessionEnd(Struct, frozen=True):
+    """How a session ended."""
 
     said: str = ""
     reason: Reason = Reason.DIED
@@ -296,7 +297,7 @@ class End(Struct, frozen=True):
 
 
 class Observed(Struct):
-    """What was last seen of a session in the cluster."""
+    """Last observed state of a session's Job and pod."""
 
     job: Job | None = None
     pod: Pod | None = None
@@ -304,8 +305,8 @@ class Observed(Struct):
     pod_gone: bool = False
 
     @property
-    def told(self) -> str:
-        """For an error message: what it is doing."""
+    def summary(self) -> str:
+        """Current state in words, for error messages."""
         if self.pod is None:
             return "it has no pod yet"
         waiting = [s.state.waiting for s in self.pod.status.container_statuses if s.state.waiting]
@@ -313,53 +314,54 @@ class Observed(Struct):
         return f"its pod {self.pod.metadata.name} is {self.pod.status.phase}" + (f" ({why})" if why else "")
 
 
-def end_of(sight: Observed) -> End | None:
-    ended = sight.job.ended if sight.job else None
+def end_of(observed: Observed) -> SessionEnd | None:
+    """How the session ended, or None while it runs."""
+    ended = observed.job.ended if observed.job else None
     if ended and ended.type == "Complete":
-        return End()
+        return SessionEnd()
     if ended and ended.reason == "DeadlineExceeded":
-        return End(
+        return SessionEnd(
             f"it ran past its deadline ({_words(ended)}); raise job_deadline_s if it may", Reason.TIMEOUT
         )
-    if found := _pod_end(sight):
+    if found := _pod_end(observed):
         return found
-    if sight.job_gone:
-        return End("its Job was deleted, not by us", sure=False)
+    if observed.job_gone:
+        return SessionEnd("its Job was deleted, not by us", sure=False)
     if ended:
-        return End(f"its Job failed ({_words(ended)})", sure=False)
+        return SessionEnd(f"its Job failed ({_words(ended)})", sure=False)
     return None
 
 
-def _pod_end(sight: Observed) -> End | None:
-    pod = sight.pod
+def _pod_end(observed: Observed) -> SessionEnd | None:
+    pod = observed.pod
     if pod is None:
         return None
     if pod.status.phase == "Succeeded":
-        return End()
+        return SessionEnd()
     disrupted = pod.condition("DisruptionTarget")
-    deleted = sight.pod_gone or pod.metadata.deletion_timestamp is not None
+    deleted = observed.pod_gone or pod.metadata.deletion_timestamp is not None
     where = f" on node {pod.spec.node_name}" if pod.spec.node_name else ""
     if pod.status.phase == "Failed":
         # One that is being deleted was ended by somebody, who may tell why.
-        return End(f"it {_failed(pod)}{where}", sure=not deleted or disrupted is not None)
+        return SessionEnd(f"it {_failed(pod)}{where}", sure=not deleted or disrupted is not None)
     if deleted and disrupted and disrupted.holds:
-        return End(f"its pod was taken away{where} ({_words(disrupted)})")
+        return SessionEnd(f"its pod was taken away{where} ({_words(disrupted)})")
     if deleted:
-        return End(f"its pod was deleted{where}, not by us", sure=False)
+        return SessionEnd(f"its pod was deleted{where}, not by us", sure=False)
     return None
 
 
 def unstartable(pod: Pod) -> str:
-    """Why a pod will never start; empty while it may."""
+    """Why a pod will never start; empty if it may."""
     for status in pod.status.container_statuses:
         waiting = status.state.waiting
-        if waiting and waiting.reason in HOPELESS:
+        if waiting and waiting.reason in UNSTARTABLE:
             return f"{waiting.reason}: {waiting.message}".rstrip(": ")
     return ""
 
 
 def unschedulable(pod: Pod) -> str:
-    """Why no node takes a pod now; empty where one has."""
+    """Why no node accepts a pod at present; empty otherwise."""
     scheduled = pod.condition("PodScheduled")
     if scheduled and scheduled.status == "False" and scheduled.reason == "Unschedulable":
         return scheduled.message or scheduled.reason
@@ -375,11 +377,11 @@ def _failed(pod: Pod) -> str:
     return f"died with {_code(ended)}" if ended else "failed, and nobody says why"
 
 
-def _code(ended: Terminated) -> str:
-    told = f"exit code {ended.exit_code}"
+def _code(ended: TerminatedState) -> str:
+    summary = f"exit code {ended.exit_code}"
     if ended.exit_code > 128:
-        told += f" (signal {ended.exit_code - 128}, {signal.strsignal(ended.exit_code - 128)})"
-    return f"{told}: {ended.message}".rstrip(": ")
+        summary += f" (signal {ended.exit_code - 128}, {signal.strsignal(ended.exit_code - 128)})"
+    return f"{summary}: {ended.message}".rstrip(": ")
 
 
 def _words(condition: Condition) -> str:

@@ -1,6 +1,7 @@
-"""What can be known before the first Job: that there is a cluster, what we may do there, and what is missing.
+"""Kubernetes preflight check: cluster, namespace, permissions, referenced objects, and a dry-run Job.
 
-Each problem is a UsageError that names the value and the remedy. What we may not look at is not judged.
+Each problem is a UsageError that names the value and the remedy. Objects that these credentials may not read
+are not checked.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Any
 import msgspec
 
 from afield.errors import RateLimited, Unavailable, UsageError
-from afield.runtimes.kubernetes.api import Cluster, Refused, patiently
-from afield.runtimes.kubernetes.objects import Review, job_for
+from afield.runtimes.kubernetes.api import KubernetesCluster, KubernetesRefused, retry_unavailable
+from afield.runtimes.kubernetes.objects import AccessReview, job_for
 from afield.settings.runtimes import KubernetesOptions
 
 NEEDED = (
@@ -27,7 +28,7 @@ REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 UNASKABLE = (401, 403, 404)
 
 
-async def check(cluster: Cluster, options: KubernetesOptions, run: str) -> None:
+async def check(cluster: KubernetesCluster, options: KubernetesOptions, run: str) -> None:
     if not options.image:
         raise UsageError("the kubernetes runtime has no image; name one that serves /invocations on its port")
     try:
@@ -40,15 +41,15 @@ async def check(cluster: Cluster, options: KubernetesOptions, run: str) -> None:
         raise UsageError(f"the cluster cannot be used: {error}; is its address right?") from error
 
 
-async def _reach(cluster: Cluster) -> None:
+async def _reach(cluster: KubernetesCluster) -> None:
     try:
-        await patiently(lambda: cluster.call("GET", "/version"))
-    except Refused as error:
+        await retry_unavailable(lambda: cluster.call("GET", "/version"))
+    except KubernetesRefused as error:
         if error.status == 401:
             raise UsageError(f"{cluster.host} does not know us: {error}; log in again") from error
 
 
-async def _allowed(cluster: Cluster) -> None:
+async def _allowed(cluster: KubernetesCluster) -> None:
     answers = await asyncio.gather(*(_may(cluster, *one) for one in NEEDED))
     missing = [
         f"{verb} {resource}{'/' if sub else ''}{sub}"
@@ -62,7 +63,7 @@ async def _allowed(cluster: Cluster) -> None:
         )
 
 
-async def _may(cluster: Cluster, group: str, resource: str, sub: str, verb: str) -> bool:
+async def _may(cluster: KubernetesCluster, group: str, resource: str, sub: str, verb: str) -> bool:
     attributes = {"namespace": cluster.namespace, "verb": verb, "group": group, "resource": resource}
     body: dict[str, Any] = {
         "apiVersion": "authorization.k8s.io/v1",
@@ -70,14 +71,14 @@ async def _may(cluster: Cluster, group: str, resource: str, sub: str, verb: str)
         "spec": {"resourceAttributes": {**attributes, "subresource": sub}},
     }
     try:
-        said = await patiently(lambda: cluster.call("POST", REVIEWS, body=body))
-    except Refused:
+        said = await retry_unavailable(lambda: cluster.call("POST", REVIEWS, body=body))
+    except KubernetesRefused:
         return True  # not ours to ask; the first Job will tell
-    return msgspec.json.decode(said, type=Review).status.allowed
+    return msgspec.json.decode(said, type=AccessReview).status.allowed
 
 
-async def _parts(cluster: Cluster, options: KubernetesOptions) -> None:
-    """What the pods will need."""
+async def _parts(cluster: KubernetesCluster, options: KubernetesOptions) -> None:
+    """Objects that the pods refer to."""
     wanted = [
         (
             cluster.core("serviceaccounts", options.service_account),
@@ -97,22 +98,24 @@ async def _parts(cluster: Cluster, options: KubernetesOptions) -> None:
             await _exists(cluster, path, what, name)
 
 
-async def _exists(cluster: Cluster, path: str, what: str, name: str) -> None:
+async def _exists(cluster: KubernetesCluster, path: str, what: str, name: str) -> None:
     try:
-        await patiently(lambda: cluster.call("GET", path, headers=BARE))
-    except Refused as error:
+        await retry_unavailable(lambda: cluster.call("GET", path, headers=BARE))
+    except KubernetesRefused as error:
         if error.status == 404:
             where = "" if what in ("namespace", "runtime class") else f" in namespace {cluster.namespace!r}"
             raise UsageError(f"there is no {what} {name!r}{where}; create it, or name another") from error
 
 
-async def _accepted(cluster: Cluster, options: KubernetesOptions, run: str) -> None:
-    """The server judges a Job like those to come, without making it."""
+async def _accepted(cluster: KubernetesCluster, options: KubernetesOptions, run: str) -> None:
+    """Create a Job with dryRun, so that the server validates it."""
     body = job_for(options, run, "check.1")
     try:
-        await patiently(lambda: cluster.call("POST", cluster.jobs(), params={"dryRun": "All"}, body=body))
+        await retry_unavailable(
+            lambda: cluster.call("POST", cluster.jobs(), params={"dryRun": "All"}, body=body)
+        )
     except RateLimited:
         return  # full for now
-    except Refused as error:
+    except KubernetesRefused as error:
         if error.status != 409:
             raise UsageError(f"the cluster would not take our Jobs: {error}") from error

@@ -1,9 +1,13 @@
-"""Agents as Jobs of a Kubernetes cluster: one Job for each attempt, named after run and session.
+"""Kubernetes runtime: one Job per attempt.
 
-The image is the one that other places run; its payload goes to it through the API server once its pod is
-ready, so that no key is ever part of a Job, and nothing but the API server need be reached from here. One
-watch on Jobs and one on pods tell of every session's end; `/ping` tells when an agent has finished while its
-pod stays. A killed controller leaves its Jobs to the next one, to a reaper, or to their own deadline.
+1. The payload goes to the agent through the API server once its pod is ready: no key is part of a Job, and
+only the API server needs to be reachable.
+2. One watch on Jobs and one on pods detect how sessions end; `/ping` detects agents that finish while their
+pod stays.
+3. Launches fail by cause, not by timeout: an image that cannot be pulled, a pod that no node accepts or that
+may not be created.
+4. Jobs outlive a killed controller: the next one adopts them, `afield cleanup` deletes them, or their
+deadline ends them.
 """
 
 from __future__ import annotations
@@ -27,11 +31,19 @@ from afield.errors import (
     WireError,
 )
 from afield.interfaces.runtime import Capabilities, Exit, Phase, SessionStatus
-from afield.runtimes.attempt_table import Attempts, broken
-from afield.runtimes.kubernetes.api import TOKEN_S, Refused
-from afield.runtimes.kubernetes.objects import SESSION, End, Job, Pod, end_of, unschedulable, unstartable
+from afield.runtimes.base import AttemptTable, failed_exit
+from afield.runtimes.kubernetes.api import TOKEN_S, KubernetesRefused
+from afield.runtimes.kubernetes.objects import (
+    SESSION,
+    Job,
+    Pod,
+    SessionEnd,
+    end_of,
+    unschedulable,
+    unstartable,
+)
 from afield.runtimes.kubernetes.preflight import check
-from afield.runtimes.kubernetes.sessions import Session, Sessions, Space
+from afield.runtimes.kubernetes.sessions import KubernetesSession, RunNamespace, SessionTracker
 from afield.settings.runtimes import KubernetesOptions
 from afield.types import Attempt, Failure, Reason
 
@@ -43,69 +55,80 @@ NOTICE_S = 5.0
 BETWEEN_S = 1.0
 
 
-class Launch:
-    """One of them; `run` raises what became of it where it came to nothing."""
+class JobLaunch:
+    """One launch: create the Job, wait for its pod, post the payload. A Job of an earlier process is
+    reused.
+    """
 
-    def __init__(self, space: Space, attempts: Attempts, sessions: Sessions, session: Session) -> None:
-        self._space = space
+    def __init__(
+        self,
+        namespace: RunNamespace,
+        attempts: AttemptTable,
+        sessions: SessionTracker,
+        session: KubernetesSession,
+    ) -> None:
+        self._namespace = namespace
         self._attempts = attempts
         self._sessions = sessions
         self._session = session
 
     async def run(self, attempt: Attempt, payload: dict[str, Any]) -> None:
+        """Raises the failure of a launch that did not succeed."""
         session = self._session
         try:
             body = wire.encode(payload)
         except WireError as error:
             raise TaskFailure(f"the payload of {session.id} {error}", Reason.LAUNCH) from error
-        fresh = await self._space.create(session.id)
+        fresh = await self._namespace.create(session.id)
         if not fresh:
-            await self._sessions.look(session)
+            await self._sessions.refresh(session)
         pod = await self._ready()
-        # Some agents do not know a payload that they have had: one that works has it.
-        if pod and (fresh or await self._sessions.works(session) is not True):
+        # Some agents do not know a payload that they have had: one that is_working has it.
+        if pod and (fresh or await self._sessions.is_working(session) is not True):
             await self._post(pod, attempt, body)
-        session.taken = True
-        await self._check_wanted()
+        session.accepted = True
+        await self._check_not_stopped()
 
     async def _ready(self) -> Pod | None:
-        """Its pod, once that serves; None where a Job that was there before has ended well."""
+        """The pod once it is ready; None if an existing Job has already succeeded."""
         session, now = self._session, asyncio.get_running_loop().time
-        asked = housed = now()
-        unschedulable_s = self._space.options.unschedulable_s
-        while await self._check_wanted():
+        asked = scheduled_at = now()
+        unschedulable_s = self._namespace.options.unschedulable_s
+        while await self._check_not_stopped():
             pod = session.pod
             if pod is not None and pod.ready:
                 return pod
             # By our own clock: the cluster's may be another.
-            housed = housed if pod and unschedulable(pod) else now()
+            scheduled_at = scheduled_at if pod and unschedulable(pod) else now()
             if pod is not None:
-                self._check_hope(pod, now() - housed)
+                self._check_startable(pod, now() - scheduled_at)
             elif now() - asked >= PODLESS_S:
                 asked = now()
-                await self._explain_podless()
+                await self._check_pod_created()
             await session.changed(min(BETWEEN_S, unschedulable_s + 0.05))
         return None
 
-    def _check_hope(self, pod: Pod, homeless_s: float) -> None:
+    def _check_startable(self, pod: Pod, unscheduled_s: float) -> None:
         why = unstartable(pod)
-        if homeless_s >= (most_s := self._space.options.unschedulable_s) and (told := unschedulable(pod)):
-            why = f"no node takes it for {most_s:g} s: {told}; ask for less, or raise unschedulable_s"
+        if unscheduled_s >= (most_s := self._namespace.options.unschedulable_s) and (
+            summary := unschedulable(pod)
+        ):
+            why = f"no node takes it for {most_s:g} s: {summary}; ask for less, or raise unschedulable_s"
         if why:
             raise InfrastructureFailure(f"{self._session.id} cannot start: {why}", Reason.LAUNCH)
 
-    async def _explain_podless(self) -> None:
+    async def _check_pod_created(self) -> None:
         session = self._session
         if not session.uid:
             return
-        why = await (await self._space.pods()).not_created(session.uid)
+        why = await (await self._namespace.pods()).not_created(session.uid)
         if "exceeded quota" in why:
             raise RateLimited(f"{session.id} gets no pod: {why}")
         if why:
             raise InfrastructureFailure(f"{session.id} gets no pod: {why}", Reason.LAUNCH)
 
     async def _post(self, pod: Pod, attempt: Attempt, body: bytes) -> None:
-        pods, now = await self._space.pods(), asyncio.get_running_loop().time
+        pods, now = await self._namespace.pods(), asyncio.get_running_loop().time
         why = ""
         for turn in range(POSTS):
             missed = await pods.post(pod.metadata.name, attempt, body)
@@ -115,18 +138,18 @@ class Launch:
             last = turn == POSTS - 1 or not missed.again
             # It may have died of it: then its end says more than a broken connection.
             end = now() + (NOTICE_S if last else BETWEEN_S)
-            while now() < end and await self._check_wanted():
+            while now() < end and await self._check_not_stopped():
                 await self._session.changed(end - now())
             if last:
                 break
         raise InfrastructureFailure(f"{self._session.id} did not take its payload: {why}", Reason.LAUNCH)
 
-    async def _check_wanted(self) -> bool:
-        """False where it has ended well; raises how it ended otherwise."""
+    async def _check_not_stopped(self) -> bool:
+        """False if the session has ended well; raises its failure otherwise."""
         session_id = self._session.id
-        if self._attempts.running(session_id) and not self._session.ending:
+        if self._attempts.is_running(session_id) and not self._session.ending:
             return True
-        ended = await self._attempts.exit(session_id)
+        ended = await self._attempts.wait(session_id)
         if ended.failure is not None:
             raise InfrastructureFailure(ended.failure.message, ended.failure.reason)
         return False
@@ -138,17 +161,17 @@ POLL_S = 2.0
 PINGS_PER_S = 25.0  # of all sessions together: they all go through one API server
 PINGS_AT_ONCE = 10
 # How long a cause may come after its effect.
-DOUBT_S = 2.0
+CAUSE_DELAY_S = 2.0
 DELETES_AT_ONCE = 16
 CLOSE_S = 60.0
 # Between two looks for a session, while the API server does not answer.
-SEEK_S = 2.0
+SEARCH_S = 2.0
 TAIL = 4_000
 LOG_ENDS = "; its log ends: "
 
 
 class KubernetesRuntime:
-    """`name` is the run's: Jobs of other runs are neither listed nor stopped."""
+    """Runs agents as Jobs. `name` is the run: Jobs of other runs are neither listed nor stopped."""
 
     def __init__(
         self,
@@ -164,9 +187,9 @@ class KubernetesRuntime:
         self._log_dir = log_dir
         self._start_timeout_s = start_timeout_s
         self._poll_s = poll_s
-        self._attempts = Attempts()
-        self._space = Space(options, name, token_s)
-        self._sessions = Sessions(self._space, self._review)
+        self._attempts = AttemptTable()
+        self._namespace = RunNamespace(options, name, token_s)
+        self._sessions = SessionTracker(self._namespace, self._review)
         self._launches: dict[str, asyncio.Task[AfieldError | None]] = {}
         self._endings: set[asyncio.Task[None]] = set()
         self._watching: list[asyncio.Task[None]] = []
@@ -193,9 +216,9 @@ class KubernetesRuntime:
         try:
             for session_id in self._attempts:
                 said = f"{session_id}: the runtime was closed"
-                self._attempts.settle(session_id, broken(said, Reason.CANCELLED))
-            for session in self._sessions.known.values():
-                session.news.set()
+                self._attempts.record_exit(session_id, failed_exit(said, Reason.CANCELLED))
+            for session in self._sessions.sessions.values():
+                session.changed_event.set()
             if self._launches:
                 # One that is cut off while it creates a Job would leave it behind.
                 await asyncio.wait(self._launches.values(), timeout=CLOSE_S / 2)
@@ -204,7 +227,7 @@ class KubernetesRuntime:
             for task in (*self._launches.values(), *self._endings, *self._watching):
                 task.cancel()
             await self._group.__aexit__(None, None, None)
-            await self._space.close()
+            await self._namespace.close()
 
     # --- the verbs -------------------------------------------------------------------------------
 
@@ -213,69 +236,69 @@ class KubernetesRuntime:
             self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"no logs can be kept in {self._log_dir}: {error}; choose another") from error
-        await check(await self._space.cluster(), self._options, self._space.run)
+        await check(await self._namespace.cluster(), self._options, self._namespace.run)
 
     async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
         if not self._open:
-            raise RuntimeError("launch is called inside 'async with runtime'")
-        await self._attempts.once(
+            raise RuntimeError("call launch inside 'async with runtime'")
+        await self._attempts.launch_once(
             attempt.session_id,
             self._launches,
             lambda: self._group.create_task(self._launch(attempt, payload)),
         )
 
     async def adopt(self, attempt: Attempt) -> bool | None:
-        """None where its pod is there and does not answer; it is waited for all the same."""
+        """None if the pod exists and does not answer; `wait` then follows it."""
         session_id = attempt.session_id
-        if self._attempts.running(session_id):
+        if self._attempts.is_running(session_id):
             return True
-        await self._space.cluster()
+        await self._namespace.cluster()
         if not self._attempts.begin(session_id):
             return False
-        session = await self._enter(session_id)
+        session = await self._track(session_id)
         try:
-            lives = await self._seen_working(session)
-        except (Unavailable, RateLimited, Refused) as error:
+            lives = await self._refresh_working(session)
+        except (Unavailable, RateLimited, KubernetesRefused) as error:
             log.warning("%s cannot be looked for: %s; tried again", session_id, error)
-            self._background(self._seek(session))
+            self._background(self._search(session))
             return None
         if lives is False:
-            self._sessions.leave(session_id)
+            self._sessions.remove(session_id)
             said = f"no agent works on {session_id}"
-            self._attempts.forget(session_id, broken(said, Reason.DIED))
+            self._attempts.discard(session_id, failed_exit(said, Reason.DIED))
         return lives
 
     async def wait(self, attempt: Attempt) -> Exit:
-        return await self._attempts.exit(attempt.session_id)
+        return await self._attempts.wait(attempt.session_id)
 
     async def stop(self, attempt: Attempt) -> None:
         session_id = attempt.session_id
-        self._attempts.settle(session_id, broken(f"{session_id} was stopped", Reason.CANCELLED))
-        session = self._sessions.known.get(session_id)
+        self._attempts.record_exit(session_id, failed_exit(f"{session_id} was stopped", Reason.CANCELLED))
+        session = self._sessions.sessions.get(session_id)
         if session is not None:
-            session.news.set()
-            await self._keep_log(session)
-        await self._space.delete(session_id, session.uid if session else "")
+            session.changed_event.set()
+            await self._save_log(session)
+        await self._namespace.delete(session_id, session.uid if session else "")
         # A launch under way may yet make a Job; it sees that it is not wanted, and ends it.
         if session_id not in self._launches:
-            self._sessions.leave(session_id)
+            self._sessions.remove(session_id)
 
     async def status(self, attempt: Attempt) -> SessionStatus:
         session_id = attempt.session_id
-        job = await self._space.find(session_id)
+        job = await self._namespace.find(session_id)
         if job is None:
             return SessionStatus(session_id=session_id, phase=Phase.UNKNOWN)
-        return self._live(job, session_id)
+        return self._job_status(job, session_id)
 
     async def list(self) -> list[SessionStatus]:
-        jobs = await self._space.all()
-        seen = [self._live(job, job.metadata.annotations.get(SESSION, "")) for job in jobs]
+        jobs = await self._namespace.all()
+        seen = [self._job_status(job, job.metadata.annotations.get(SESSION, "")) for job in jobs]
         return [live for live in seen if live.session_id and live.phase is not Phase.ENDED]
 
     async def logs(self, attempt: Attempt) -> str:
-        """From the pod while there is one; then what was kept of it here."""
-        pod = await self._space.pod_of(attempt.session_id)
-        said = await (await self._space.pods()).log(pod.metadata.name) if pod else ""
+        """Log of the pod while it exists, then the saved copy."""
+        pod = await self._namespace.pod_of(attempt.session_id)
+        said = await (await self._namespace.pods()).log(pod.metadata.name) if pod else ""
         if not said:
             with contextlib.suppress(OSError):
                 return self._log_file(attempt.session_id).read_text(errors="replace")
@@ -286,124 +309,128 @@ class KubernetesRuntime:
     async def _launch(self, attempt: Attempt, payload: dict[str, Any]) -> AfieldError | None:
         session_id = attempt.session_id
         try:
-            session = await self._enter(session_id)
+            session = await self._track(session_id)
         except UsageError as error:
-            self._attempts.settle(session_id, broken(str(error), Reason.LAUNCH))
+            self._attempts.record_exit(session_id, failed_exit(str(error), Reason.LAUNCH))
             return error
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                await Launch(self._space, self._attempts, self._sessions, session).run(attempt, payload)
+                await JobLaunch(self._namespace, self._attempts, self._sessions, session).run(
+                    attempt, payload
+                )
             return None
         except RateLimited as error:
             throttled = RateLimited(str(error), error.retry_after_s)
-            self._attempts.forget(session_id, broken(str(error), Reason.LAUNCH))
-            await self._abandon(session)
+            self._attempts.discard(session_id, failed_exit(str(error), Reason.LAUNCH))
+            await self._delete_failed(session)
             return throttled
         except TimeoutError:
-            said = f"was not ready within {self._start_timeout_s:g} s: {session.sight.told}"
+            said = f"was not ready within {self._start_timeout_s:g} s: {session.observed.summary}"
             failure = InfrastructureFailure(f"{session_id} {said}", Reason.LAUNCH)
-        except (Unavailable, Refused) as error:
+        except (Unavailable, KubernetesRefused) as error:
             failure = InfrastructureFailure(f"{session_id} cannot be launched: {error}", Reason.LAUNCH)
         except RolloutFailure as error:
             failure = error
-        tail = await self._keep_log(session)
+        tail = await self._save_log(session)
         if tail and LOG_ENDS not in str(failure):
             failure = type(failure)(f"{failure}{LOG_ENDS}{tail}", failure.reason)
-        self._attempts.settle(session_id, Exit(failure.failure, tail))
-        await self._abandon(session)
+        self._attempts.record_exit(session_id, Exit(failure.failure, tail))
+        await self._delete_failed(session)
         return failure
 
-    async def _abandon(self, session: Session) -> None:
-        """Nothing is left of a launch that failed."""
+    async def _delete_failed(self, session: KubernetesSession) -> None:
+        """Delete what a failed launch created."""
         try:
-            await self._space.delete(session.id, session.uid)
-            self._sessions.leave(session.id)
+            await self._namespace.delete(session.id, session.uid)
+            self._sessions.remove(session.id)
         except AfieldError as error:
             log.warning("%s was not launched, and its Job could not be deleted: %s", session.id, error)
 
     # --- what is seen ----------------------------------------------------------------------------
 
-    async def _enter(self, session_id: str) -> Session:
-        """Watched from here on."""
-        cluster = await self._space.cluster()
+    async def _track(self, session_id: str) -> KubernetesSession:
+        """Start watching a session."""
+        cluster = await self._namespace.cluster()
         if not self._watching:
-            works = (*self._sessions.watches(cluster), self._poll())
-            self._watching = [self._group.create_task(work) for work in works]
-        return self._sessions.enter(session_id)
+            is_working = (*self._sessions.watches(cluster), self._poll())
+            self._watching = [self._group.create_task(work) for work in is_working]
+        return self._sessions.add(session_id)
 
-    async def _seen_working(self, session: Session) -> bool | None:
-        """One whose launcher died before it had its payload has a Job, and nothing works there."""
-        await self._sessions.look(session)
-        job = session.sight.job
-        lives = await self._sessions.works(session) if job and not job.ended else False
-        session.taken = session.was_ready = lives is not False
+    async def _refresh_working(self, session: KubernetesSession) -> bool | None:
+        """Whether the session's agent works; a launcher may have died before it sent the payload."""
+        await self._sessions.refresh(session)
+        job = session.observed.job
+        lives = await self._sessions.is_working(session) if job and not job.ended else False
+        session.accepted = session.was_ready = lives is not False
         return lives
 
-    async def _seek(self, session: Session) -> None:
-        """Until the cluster says whether it is there."""
-        while self._attempts.running(session.id):
-            await asyncio.sleep(SEEK_S)
+    async def _search(self, session: KubernetesSession) -> None:
+        """Retry until the cluster tells whether the session exists."""
+        while self._attempts.is_running(session.id):
+            await asyncio.sleep(SEARCH_S)
             try:
-                if await self._seen_working(session) is not False:
+                if await self._refresh_working(session) is not False:
                     return
-                self._attempts.settle(session.id, Exit(lingers=True))
-            except (Unavailable, RateLimited, Refused) as error:
+                self._attempts.record_exit(session.id, Exit(lingers=True))
+            except (Unavailable, RateLimited, KubernetesRefused) as error:
                 log.info("%s still cannot be looked for: %s", session.id, error)
 
-    def _review(self, session: Session, doubted: bool = False) -> None:
-        session.news.set()
-        end = end_of(session.sight)
-        if end is None or session.ending or not self._attempts.running(session.id):
+    def _review(self, session: KubernetesSession, after_delay: bool = False) -> None:
+        session.changed_event.set()
+        end = end_of(session.observed)
+        if end is None or session.ending or not self._attempts.is_running(session.id):
             return
-        if doubted:
-            session.doubt = None
-        if end.sure or doubted:
+        if after_delay:
+            session.review_timer = None
+        if end.sure or after_delay:
             self._end(session, end)
-        elif session.doubt is None:
+        elif session.review_timer is None:
             later = asyncio.get_running_loop().call_later
-            session.doubt = later(DOUBT_S, self._review, session, True)
+            session.review_timer = later(CAUSE_DELAY_S, self._review, session, True)
 
     # --- ends ------------------------------------------------------------------------------------
 
-    def _end(self, session: Session, end: End) -> None:
+    def _end(self, session: KubernetesSession, end: SessionEnd) -> None:
         if session.ending or not self._open:
             return
         session.ending = True
-        if session.doubt is not None:
-            session.doubt.cancel()
-        self._background(self._bury(session, end))
+        if session.review_timer is not None:
+            session.review_timer.cancel()
+        self._background(self._record_end(session, end))
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._group.create_task(work)
         self._endings.add(task)
         task.add_done_callback(self._endings.discard)
 
-    async def _bury(self, session: Session, end: End) -> None:
-        tail = await self._keep_log(session)
-        self._attempts.settle(session.id, Exit(_failure(session, end, tail), tail, lingers=True))
-        session.news.set()
+    async def _record_end(self, session: KubernetesSession, end: SessionEnd) -> None:
+        tail = await self._save_log(session)
+        self._attempts.record_exit(session.id, Exit(_failure(session, end, tail), tail, lingers=True))
+        session.changed_event.set()
 
     async def _poll(self) -> None:
-        """Ask agents whether they have finished: one question each, at a rate all of them share."""
+        """Ping working agents at a rate that all sessions share."""
         while True:
             await asyncio.sleep(self._poll_s)
-            working = [s for s in self._sessions.known.values() if s.taken and self._attempts.running(s.id)]
+            working = [
+                s for s in self._sessions.sessions.values() if s.accepted and self._attempts.is_running(s.id)
+            ]
             for start in range(0, len(working), PINGS_AT_ONCE):
                 some = working[start : start + PINGS_AT_ONCE]
-                await asyncio.gather(*map(self._ask, some))
+                await asyncio.gather(*map(self._check_finished, some))
                 if len(working) > PINGS_AT_ONCE:
                     await asyncio.sleep(len(some) / PINGS_PER_S)
 
-    async def _ask(self, session: Session) -> None:
-        if await self._sessions.works(session) is False and end_of(session.sight) is None:
-            self._end(session, End())
+    async def _check_finished(self, session: KubernetesSession) -> None:
+        if await self._sessions.is_working(session) is False and end_of(session.observed) is None:
+            self._end(session, SessionEnd())
 
     # --- small things ----------------------------------------------------------------------------
 
-    def _live(self, job: Job, session_id: str) -> SessionStatus:
+    def _job_status(self, job: Job, session_id: str) -> SessionStatus:
         born = job.metadata.creation_timestamp
         phase = Phase.RUNNING if job.status.ready else Phase.STARTING
-        if job.ended or job.metadata.deletion_timestamp or self._attempts.finished(session_id):
+        if job.ended or job.metadata.deletion_timestamp or self._attempts.has_finished(session_id):
             phase = Phase.ENDED
         return SessionStatus(
             session_id=session_id,
@@ -415,12 +442,12 @@ class KubernetesRuntime:
     async def _delete_all(self) -> None:
         turns = asyncio.Semaphore(DELETES_AT_ONCE)
 
-        async def delete(session: Session) -> None:
+        async def delete(session: KubernetesSession) -> None:
             async with turns:
-                await self._keep_log(session)
+                await self._save_log(session)
                 while True:
                     try:
-                        return await self._space.delete(session.id, session.uid)
+                        return await self._namespace.delete(session.id, session.uid)
                     except RateLimited as error:
                         await asyncio.sleep(error.retry_after_s or 1.0)
                     except AfieldError as error:
@@ -428,16 +455,16 @@ class KubernetesRuntime:
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
-                await asyncio.gather(*map(delete, self._sessions.known.values()))
-                self._sessions.known.clear()
-        for session in self._sessions.known.values():
+                await asyncio.gather(*map(delete, self._sessions.sessions.values()))
+                self._sessions.sessions.clear()
+        for session in self._sessions.sessions.values():
             log.warning("%s may be left behind until its deadline", session.id)
 
-    async def _keep_log(self, session: Session) -> str:
-        """The tail of what it printed, which is kept here as well: the pod's own goes with the pod."""
+    async def _save_log(self, session: KubernetesSession) -> str:
+        """Save the log before the pod and its log are deleted; returns its tail."""
         if session.log or session.pod is None:
             return session.log
-        said = await (await self._space.pods()).log(session.pod.metadata.name)
+        said = await (await self._namespace.pods()).log(session.pod.metadata.name)
         session.log = said[-TAIL:].strip()
         if said:
             try:
@@ -451,7 +478,7 @@ class KubernetesRuntime:
         return self._log_dir / f"{session_id}.log"
 
 
-def _failure(session: Session, end: End, tail: str) -> Failure | None:
+def _failure(session: KubernetesSession, end: SessionEnd, tail: str) -> Failure | None:
     if end.said:
         reason = end.reason if session.was_ready or end.reason is not Reason.DIED else Reason.LAUNCH
         said = f"{session.id}: {end.said}"

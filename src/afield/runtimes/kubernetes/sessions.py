@@ -1,6 +1,9 @@
-"""The sessions this process has in a cluster: what was last seen of each, and how far we are with it.
+"""Jobs and pods of one run, and the sessions that this process follows.
 
-Fed by one watch on Jobs and one on pods. Whoever takes an interest is told of every change of a session.
+1. `PodClient` talks to agents through the API server's pod proxy, and tells its errors from the agent's.
+2. `RunNamespace` creates, finds and deletes the run's Jobs, by label and from any process. Jobs of other runs
+are neither listed nor touched.
+3. `SessionTracker` keeps the observed state of each session, from one watch on Jobs and one on pods.
 """
 
 from __future__ import annotations
@@ -15,19 +18,19 @@ from msgspec import Struct
 
 from afield.errors import AfieldError, RateLimited, Unavailable
 from afield.runtimes import invocations
-from afield.runtimes.invocations import Said
+from afield.runtimes.invocations import PingResponse
 from afield.runtimes.kubernetes.api import (
     CONNECT_S,
-    SILENT,
+    NO_ANSWER,
     TOKEN_S,
-    Cluster,
-    Refused,
+    KubernetesCluster,
+    KubernetesRefused,
     Watch,
-    named,
-    opened,
-    patiently,
-    refusal,
-    status_in,
+    describe,
+    error_of,
+    open_cluster,
+    parse_status,
+    retry_unavailable,
 )
 from afield.runtimes.kubernetes.objects import (
     CONTAINER,
@@ -38,8 +41,8 @@ from afield.runtimes.kubernetes.objects import (
     Observed,
     Pod,
     job_for,
-    label_of,
-    name_of,
+    job_name,
+    label_value,
 )
 from afield.settings.runtimes import KubernetesOptions
 from afield.types import Attempt
@@ -50,50 +53,54 @@ LOG_LINES = 1_000
 LOG_BYTES = 64 * 1024
 
 
-class Unanswered(Struct, frozen=True):
-    """A payload that may not have arrived. `again`: sending it once more cannot make two of it."""
+class PostError(Struct, frozen=True):
+    """Why a payload may not have arrived."""
 
     why: str
     again: bool
 
 
-class Pods:
-    def __init__(self, cluster: Cluster, port: int) -> None:
+class PodClient:
+    """Requests to agents in pods."""
+
+    def __init__(self, cluster: KubernetesCluster, port: int) -> None:
         self._cluster = cluster
         self._port = port
 
-    async def post(self, pod: str, attempt: Attempt, body: bytes) -> Unanswered | None:
-        """None once the agent has it; raises what its refusal means."""
+    async def post(self, pod: str, attempt: Attempt, body: bytes) -> PostError | None:
+        """Send a payload; returns None once the agent has it, and raises the failure that its error status
+        stands for.
+        """
         headers = {"X-Amzn-Bedrock-AgentCore-Runtime-Session-Id": attempt.session_id}
         try:
-            async with self._cluster.asked(
+            async with self._cluster.request(
                 "POST", self._path(pod, "invocations"), body=body, headers=headers
             ) as response:
                 said = await response.read()
-        except SILENT as error:
-            return Unanswered(named(error), again=not isinstance(error, TimeoutError))
+        except NO_ANSWER as error:
+            return PostError(describe(error), again=not isinstance(error, TimeoutError))
         if response.status in (200, 202):
             return None
         retry_after = response.headers.get("Retry-After", "")
-        if status_in(said).kind:
-            error = refusal(response.status, said, retry_after)
+        if parse_status(said).kind:
+            error = error_of(response.status, said, retry_after)
             if isinstance(error, Unavailable | RateLimited):
-                return Unanswered(str(error), again=response.status != 504)
+                return PostError(str(error), again=response.status != 504)
             raise error
         # Alone in its pod, an agent that is too busy is a place that broke.
-        raise invocations.refused(attempt, response.status, said.decode("utf-8", "replace"))
+        raise invocations.failure_of(attempt, response.status, said.decode("utf-8", "replace"))
 
-    async def ping(self, pod: str) -> Said | None:
+    async def ping(self, pod: str) -> PingResponse | None:
         timeout = aiohttp.ClientTimeout(total=PING_S, sock_connect=min(PING_S, CONNECT_S))
         try:
-            async with self._cluster.asked("GET", self._path(pod, "ping"), timeout=timeout) as response:
+            async with self._cluster.request("GET", self._path(pod, "ping"), timeout=timeout) as response:
                 said = await response.read()
-            return msgspec.json.decode(said, type=Said) if response.status == 200 else None
-        except (*SILENT, msgspec.MsgspecError):
+            return msgspec.json.decode(said, type=PingResponse) if response.status == 200 else None
+        except (*NO_ANSWER, msgspec.MsgspecError):
             return None
 
     async def log(self, pod: str) -> str:
-        """The last of what it printed; empty where there is nothing, or nobody to ask."""
+        """Last lines of the pod's log; empty if it is not available."""
         path = f"{self._cluster.core('pods', pod)}/log"
         params = {"container": CONTAINER, "tailLines": str(LOG_LINES)}
         headers = {"Accept": "*/*"}
@@ -104,17 +111,17 @@ class Pods:
         return said[-LOG_BYTES:].decode("utf-8", "replace")
 
     async def of(self, selector: str) -> list[Pod]:
-        """The newest first."""
+        """Pods by label, the newest first."""
         found, _ = await self._cluster.list(self._cluster.core("pods"), Pod, {"labelSelector": selector})
         return sorted(found, key=lambda pod: str(pod.metadata.creation_timestamp), reverse=True)
 
     async def not_created(self, uid: str) -> str:
-        """Why a Job has no pod, in the words of who should make it; empty where nobody says."""
+        """Why a Job has no pod, from its events; empty if unknown."""
         selector = f"involvedObject.kind=Job,involvedObject.uid={uid}"
         path = self._cluster.core("events")
         try:
             found, _ = await self._cluster.list(path, Event, {"fieldSelector": selector})
-        except Refused:  # events are not everybody's to read
+        except KubernetesRefused:  # events are not everybody's to read
             return ""
         return next((event.message for event in reversed(found) if event.reason == "FailedCreate"), "")
 
@@ -126,13 +133,15 @@ EXISTS = 409
 MISSING = 404
 
 
-class Space:
+class RunNamespace:
+    """Jobs of one run in one namespace. The cluster connection opens at first use."""
+
     def __init__(self, options: KubernetesOptions, run: str, token_s: float = TOKEN_S) -> None:
         self.options = options
         self.run = run
-        self.selector = f"{RUN}={label_of(run)}"
+        self.selector = f"{RUN}={label_value(run)}"
         self._token_s = token_s
-        self._cluster: Cluster | None = None
+        self._cluster: KubernetesCluster | None = None
         self._opening = asyncio.Lock()
 
     async def close(self) -> None:
@@ -140,17 +149,17 @@ class Space:
             await self._cluster.close()
             self._cluster = None
 
-    async def cluster(self) -> Cluster:
+    async def cluster(self) -> KubernetesCluster:
         async with self._opening:
             if self._cluster is None:
-                self._cluster = await opened(self.options, self._token_s)
+                self._cluster = await open_cluster(self.options, self._token_s)
             return self._cluster
 
-    async def pods(self) -> Pods:
-        return Pods(await self.cluster(), self.options.port)
+    async def pods(self) -> PodClient:
+        return PodClient(await self.cluster(), self.options.port)
 
     async def pod_of(self, session_id: str) -> Pod | None:
-        found = await (await self.pods()).of(f"{self.selector},{SESSION}={label_of(session_id)}")
+        found = await (await self.pods()).of(f"{self.selector},{SESSION}={label_value(session_id)}")
         return found[0] if found else None
 
     async def all(self) -> list[Job]:
@@ -159,40 +168,40 @@ class Space:
         return found
 
     async def find(self, session_id: str) -> Job | None:
-        """None where there is none, or it is on its way out."""
+        """The session's Job, or None if it does not exist or is being deleted."""
         cluster = await self.cluster()
         try:
-            job = await cluster.get(cluster.jobs(name_of(self.run, session_id)), Job)
-        except Refused as error:
+            job = await cluster.get(cluster.jobs(job_name(self.run, session_id)), Job)
+        except KubernetesRefused as error:
             if error.status == MISSING:
                 return None
             raise Unavailable(f"the Job of {session_id} cannot be looked for: {error}") from error
         return job if job.metadata.deletion_timestamp is None else None
 
     async def create(self, session_id: str) -> bool:
-        """False where this run had it before."""
+        """Create the session's Job; False if it existed."""
         cluster = await self.cluster()
         body = job_for(self.options, self.run, session_id)
         try:
-            await patiently(lambda: cluster.call("POST", cluster.jobs(), body=body))
+            await retry_unavailable(lambda: cluster.call("POST", cluster.jobs(), body=body))
             return True
-        except Refused as error:
+        except KubernetesRefused as error:
             if error.status != EXISTS:
                 raise
-        name = name_of(self.run, session_id)
+        name = job_name(self.run, session_id)
         job = await cluster.get(cluster.jobs(name), Job)
         if job.metadata.deletion_timestamp:
             raise RateLimited(f"an earlier Job {name} is still being deleted", 1.0)
         return False
 
     async def delete(self, session_id: str, uid: str = "") -> None:
-        """Its Job, with its pods. One that is gone, or another one of that name, is left alone."""
+        """Delete the Job and its pods; harmless if it is gone, or if another Job has its name."""
         if not uid:
             job = await self.find(session_id)
             if job is None:
                 return
             uid = job.metadata.uid
-        cluster, name = await self.cluster(), name_of(self.run, session_id)
+        cluster, name = await self.cluster(), job_name(self.run, session_id)
         body: dict[str, Any] = {
             "kind": "DeleteOptions",
             "apiVersion": "v1",
@@ -200,112 +209,118 @@ class Space:
             "preconditions": {"uid": uid},
         }
         try:
-            await patiently(lambda: cluster.call("DELETE", cluster.jobs(name), body=body))
-        except Refused as error:
+            await retry_unavailable(lambda: cluster.call("DELETE", cluster.jobs(name), body=body))
+        except KubernetesRefused as error:
             if error.status not in (MISSING, EXISTS):
                 raise Unavailable(f"Job {name} cannot be deleted: {error}") from error
 
 
-class Session:
-    """`taken`: the agent has its payload. `ending`: its end is known and being told."""
+class KubernetesSession:
+    """A session that this process follows."""
 
     def __init__(self, session_id: str) -> None:
         self.id = session_id
-        self.sight = Observed()
-        self.news = asyncio.Event()
+        self.observed = Observed()
+        self.changed_event = asyncio.Event()
         self.was_ready = False
-        self.taken = False
+        self.accepted = False
         self.ending = False
-        self.doubt: asyncio.TimerHandle | None = None
+        self.review_timer: asyncio.TimerHandle | None = None
         self.log = ""
 
     @property
     def pod(self) -> Pod | None:
-        return self.sight.pod
+        return self.observed.pod
 
     @property
     def uid(self) -> str:
-        return self.sight.job.metadata.uid if self.sight.job else ""
+        return self.observed.job.metadata.uid if self.observed.job else ""
 
-    def saw_pod(self, pod: Pod) -> None:
-        """A Job has one pod here; where a controller made a second, the newest counts."""
-        before = self.sight.pod
+    def update_pod(self, pod: Pod) -> None:
+        """A Job has one pod; if a controller created a second, the newest counts."""
+        before = self.observed.pod
         if before is not None and before.metadata.uid != pod.metadata.uid:
             born, older = pod.metadata.creation_timestamp, before.metadata.creation_timestamp
             if born is not None and older is not None and born < older:
                 return
-        self.sight.pod, self.sight.pod_gone = pod, False
+        self.observed.pod, self.observed.pod_gone = pod, False
         self.was_ready |= pod.ready
 
     async def changed(self, seconds: float) -> None:
-        """Until something new was seen, or so long."""
-        self.news.clear()
+        """Wait for a change, up to `seconds`."""
+        self.changed_event.clear()
         try:
             async with asyncio.timeout(seconds):
-                await self.news.wait()
+                await self.changed_event.wait()
         except TimeoutError:
             pass
 
 
-class Sessions:
-    def __init__(self, space: Space, review: Callable[[Session], None]) -> None:
-        self._space = space
+class SessionTracker:
+    """Sessions by id; calls `review` at each change of one."""
+
+    def __init__(self, namespace: RunNamespace, review: Callable[[KubernetesSession], None]) -> None:
+        self._namespace = namespace
         self._review = review
-        self.known: dict[str, Session] = {}
+        self.sessions: dict[str, KubernetesSession] = {}
 
-    def leave(self, session_id: str) -> None:
-        self.known.pop(session_id, None)
+    def remove(self, session_id: str) -> None:
+        self.sessions.pop(session_id, None)
 
-    def enter(self, session_id: str) -> Session:
-        session = self.known[session_id] = Session(session_id)
+    def add(self, session_id: str) -> KubernetesSession:
+        session = self.sessions[session_id] = KubernetesSession(session_id)
         return session
 
-    async def look(self, session: Session) -> None:
-        """Ask once about one that was there before it was watched."""
-        session.sight.job = await self._space.find(session.id)
-        pod = await self._space.pod_of(session.id)
+    async def refresh(self, session: KubernetesSession) -> None:
+        """Read Job and pod of a session that existed before it was watched."""
+        session.observed.job = await self._namespace.find(session.id)
+        pod = await self._namespace.pod_of(session.id)
         if pod is not None:
-            session.saw_pod(pod)
+            session.update_pod(pod)
         self._review(session)
 
-    async def works(self, session: Session) -> bool | None:
-        """Whether its agent works on it; None where it does not say."""
+    async def is_working(self, session: KubernetesSession) -> bool | None:
+        """Whether the agent works on the session; None if it does not answer."""
         pod = session.pod
         if pod is None or pod.status.phase in ("Pending", "Succeeded", "Failed"):
             return False
-        said = await (await self._space.pods()).ping(pod.metadata.name)
+        said = await (await self._namespace.pods()).ping(pod.metadata.name)
         if said is None:
             return None
         return said.status != "Healthy" if said.active is None else session.id in said.active
 
-    def watches(self, cluster: Cluster) -> list[Coroutine[Any, Any, None]]:
-        selector = self._space.selector
-        jobs = Watch(cluster, cluster.jobs(), Job, selector, changed=self._saw_job, gone=self._lost_job)
-        pods = Watch(cluster, cluster.core("pods"), Pod, selector, changed=self._saw_pod, gone=self._lost_pod)
-        return [jobs.keep(), pods.keep()]
+    def watches(self, cluster: KubernetesCluster) -> list[Coroutine[Any, Any, None]]:
+        selector = self._namespace.selector
+        jobs = Watch(
+            cluster, cluster.jobs(), Job, selector, changed=self._job_changed, gone=self._job_deleted
+        )
+        pods = Watch(
+            cluster, cluster.core("pods"), Pod, selector, changed=self._pod_changed, gone=self._pod_deleted
+        )
+        return [jobs.run(), pods.run()]
 
-    def _of(self, item: Job | Pod) -> Session | None:
-        return self.known.get(item.metadata.annotations.get(SESSION, ""))
+    def _of(self, item: Job | Pod) -> KubernetesSession | None:
+        return self.sessions.get(item.metadata.annotations.get(SESSION, ""))
 
-    def _saw_job(self, job: Job) -> None:
+    def _job_changed(self, job: Job) -> None:
         if session := self._of(job):
-            session.sight.job, session.sight.job_gone = job, False
+            session.observed.job, session.observed.job_gone = job, False
             self._review(session)
 
-    def _lost_job(self, job: Job) -> None:
+    def _job_deleted(self, job: Job) -> None:
         session = self._of(job)
         if session and session.uid in ("", job.metadata.uid):
-            session.sight.job, session.sight.job_gone = job, True
+            session.observed.job, session.observed.job_gone = job, True
             self._review(session)
 
-    def _saw_pod(self, pod: Pod) -> None:
+    def _pod_changed(self, pod: Pod) -> None:
         if session := self._of(pod):
-            session.saw_pod(pod)
+            session.update_pod(pod)
             self._review(session)
 
-    def _lost_pod(self, pod: Pod) -> None:
+    def _pod_deleted(self, pod: Pod) -> None:
         session = self._of(pod)
         if session and session.pod and session.pod.metadata.uid == pod.metadata.uid:
-            session.saw_pod(pod)
-            session.sight.pod_gone = True
+            session.update_pod(pod)
+            session.observed.pod_gone = True
             self._review(session)

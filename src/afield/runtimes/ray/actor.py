@@ -1,9 +1,9 @@
-"""A nest: the Ray actor that holds the resources of some sessions and runs each in a process of its own.
+"""Ray actor that reserves resources and runs sessions through a fork server.
 
-A Ray worker costs half a second of CPU to start, a fork a few milliseconds: one worker per rollout is not
-affordable, so a nest serves one session after another, each in a fresh process that its warm parent
-forks. All verbs may be repeated, and asked by any process of the cluster. When a nest dies, however it
-dies, its parent's socket ends and with it every session. Needs Linux and afield's base install.
+A Ray worker costs half a second of CPU to start, a fork a few milliseconds: so one actor serves many
+sessions, each in a fresh process forked by its fork server. All methods are idempotent and can be called by
+any process of the cluster. If the actor dies, the fork server's socket closes and every session ends. Needs
+Linux and afield's base install.
 """
 
 from __future__ import annotations
@@ -23,24 +23,34 @@ from msgspec import Raw, Struct
 
 from afield.interfaces.runtime import Phase
 from afield.log_tail import tail
-from afield.runtimes.ray.messages import FRAME, LOG_BYTES, Ended, Event, Order, Ready, Start, Stop, Taken
+from afield.runtimes.ray.messages import (
+    FRAME,
+    LOG_BYTES,
+    AgentLoaded,
+    Event,
+    Order,
+    SessionAccepted,
+    SessionExited,
+    StartSession,
+    StopSession,
+)
 
 TAIL_BYTES = 4_000
-REMEMBERED = 1_000
-UNWANTED = ("AFIELD_ADMIN_KEY",)
+MAX_REMEMBERED = 1_000
+DROPPED_ENV = ("AFIELD_ADMIN_KEY",)
 _events = msgspec.json.Decoder(Event)
 
 
-class Settings(Struct, frozen=True, kw_only=True):
-    """What a nest is made with."""
+class ForkServerSettings(Struct, frozen=True, kw_only=True):
+    """Arguments of an actor."""
 
     target: str
     memory_mb: int | None = None
     log_dir: str = ""
 
 
-class Standing(Struct, frozen=True, kw_only=True):
-    """Whether a nest can serve, and where it is."""
+class ActorStatus(Struct, frozen=True, kw_only=True):
+    """Whether an actor can serve, and where it runs."""
 
     problem: str = ""
     where: str = ""
@@ -48,7 +58,7 @@ class Standing(Struct, frozen=True, kw_only=True):
 
 
 class RaySessionInfo(Struct, frozen=True, kw_only=True):
-    """A session that is there."""
+    """A running session."""
 
     session_id: str
     where: str
@@ -56,59 +66,59 @@ class RaySessionInfo(Struct, frozen=True, kw_only=True):
     phase: Phase
 
 
-class _Session:
+class _ActorSession:
     def __init__(self) -> None:
         self.since = time.time()
-        self.taken: asyncio.Future[Taken] = asyncio.get_running_loop().create_future()
-        self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self.taken: asyncio.Future[SessionAccepted] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[SessionExited] = asyncio.get_running_loop().create_future()
 
 
 class ForkServerActor:
-    """An asyncio actor; its methods run on one event loop."""
+    """Asyncio actor; all methods run on one event loop."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ForkServerSettings) -> None:
         self._settings = settings
-        self._sessions: dict[str, _Session] = {}
-        self._ended: OrderedDict[str, Ended] = OrderedDict()
-        self._start: asyncio.Task[Standing] | None = None
+        self._sessions: dict[str, _ActorSession] = {}
+        self._ended: OrderedDict[str, SessionExited] = OrderedDict()
+        self._start: asyncio.Task[ActorStatus] | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._standing: asyncio.Future[Ready] | None = None
+        self._standing: asyncio.Future[AgentLoaded] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the actor)
         self._gone = ""
         self._where = f"{socket.gethostname()}, worker {os.getpid()}"
 
-    async def ready(self) -> Standing:
-        """Once the agent is loaded, or cannot be."""
+    async def ready(self) -> ActorStatus:
+        """Wait until the agent is loaded, or has failed to load."""
         if self._start is None:
             self._start = asyncio.create_task(self._begin())
         return await asyncio.shield(self._start)
 
-    async def launch(self, session_id: str, payload: bytes) -> Taken | Ended:
-        """Once the agent has taken or refused the payload, or died over it."""
+    async def launch(self, session_id: str, payload: bytes) -> SessionAccepted | SessionExited:
+        """Wait until the agent has accepted or refused the payload, or died."""
         await self.ready()
         if known := self._ended.get(session_id):
             return known
         session = self._sessions.get(session_id)
         if session is None:
             if self._gone or self._writer is None:
-                return Ended(session_id, self._gone or "its nest has not started")
-            session = self._sessions[session_id] = _Session()
-            self._order(Start(session_id, Raw(payload)))
+                return SessionExited(session_id, self._gone or "its nest has not started")
+            session = self._sessions[session_id] = _ActorSession()
+            self._order(StartSession(session_id, Raw(payload)))
         await asyncio.wait({session.taken, session.ended}, return_when=asyncio.FIRST_COMPLETED)
         return session.taken.result() if session.taken.done() else session.ended.result()
 
-    async def ended(self, session_id: str) -> Ended | None:
-        """Once nothing of a session is left; None if it is not known here."""
+    async def ended(self, session_id: str) -> SessionExited | None:
+        """Wait until a session has ended; None if it is unknown."""
         if session := self._sessions.get(session_id):
             return await asyncio.shield(session.ended)
         return self._ended.get(session_id)
 
     async def stop(self, session_id: str) -> bool:
-        """Whether it was here. Once nothing of it is left."""
+        """Kill a session and wait until it has ended; False if it is unknown."""
         if session_id not in self._sessions:
             return False
-        self._order(Stop(session_id))
+        self._order(StopSession(session_id))
         await self.ended(session_id)
         return True
 
@@ -120,17 +130,17 @@ class ForkServerActor:
         return ended.log if ended else ""
 
     async def sessions(self) -> list[RaySessionInfo]:
-        return [self._sitting(session_id, session) for session_id, session in self._sessions.items()]
+        return [self._info(session_id, session) for session_id, session in self._sessions.items()]
 
     async def over(self) -> str:
-        """Why the warm parent ended, once it has; who waits for it learns of this nest's death as well."""
+        """Wait until the fork server has ended; returns why. Callers also learn of the actor's own death."""
         await self.ready()
         if self._reading is not None:
             await asyncio.shield(self._reading)
         return self._gone
 
     async def close(self) -> None:
-        """Once nothing of any session is left."""
+        """End all sessions and wait for that."""
         if self._writer is not None:
             with contextlib.suppress(OSError):
                 self._writer.write_eof()
@@ -139,10 +149,10 @@ class ForkServerActor:
 
     # --- the warm parent -------------------------------------------------------------------------
 
-    async def _begin(self) -> Standing:
+    async def _begin(self) -> ActorStatus:
         ours, theirs = socket.socketpair()
         settings = self._settings
-        dropping = [part for name in UNWANTED for part in ("-u", name)]
+        dropping = [part for name in DROPPED_ENV for part in ("-u", name)]
         command = [
             "env",
             *dropping,
@@ -168,7 +178,7 @@ class ForkServerActor:
         self._standing = asyncio.get_running_loop().create_future()
         self._reading = asyncio.create_task(self._read(reader, process))
         ready = await self._standing
-        return Standing(problem=ready.problem, where=self._where, threads=ready.threads)
+        return ActorStatus(problem=ready.problem, where=self._where, threads=ready.threads)
 
     def _order(self, order: Order) -> None:
         if self._writer is not None:
@@ -179,33 +189,33 @@ class ForkServerActor:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 (size,) = FRAME.unpack(await reader.readexactly(FRAME.size))
-                self._hear(_events.decode(await reader.readexactly(size)))
+                self._on_event(_events.decode(await reader.readexactly(size)))
         code = await process.wait()
         killed = -code if code < 0 else code - 128
         died = f"signal {killed}" if killed > 0 else f"exit code {code}"
         self._gone = f"the process that starts sessions ended with {died}; its log ends: {self._own_tail()}"
         for session_id in list(self._sessions):
-            self._hear(Ended(session_id, self._gone))
-        self._hear(Ready(self._gone))
+            self._on_event(SessionExited(session_id, self._gone))
+        self._on_event(AgentLoaded(self._gone))
 
-    def _hear(self, event: Event) -> None:
-        if isinstance(event, Ready):
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, AgentLoaded):
             if self._standing is not None and not self._standing.done():
                 self._standing.set_result(event)
             return
         session = self._sessions.get(event.session_id)
         if session is None:
             return
-        if isinstance(event, Taken):
+        if isinstance(event, SessionAccepted):
             session.taken.set_result(event)
             return
         del self._sessions[event.session_id]
         self._ended[event.session_id] = msgspec.structs.replace(event, log=event.log[-TAIL_BYTES:])
-        while len(self._ended) > REMEMBERED:
+        while len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
         session.ended.set_result(event)
 
-    def _sitting(self, session_id: str, session: _Session) -> RaySessionInfo:
+    def _info(self, session_id: str, session: _ActorSession) -> RaySessionInfo:
         phase, where = Phase.STARTING, self._where
         if session.taken.done():
             phase, where = Phase.RUNNING, f"{where}, pid {session.taken.result().pid}"

@@ -1,8 +1,8 @@
-"""This process's connection to a Ray cluster, and what of the cluster one nest needs.
+"""Ray connection of this process, and the resources that one actor requests.
 
-Ray has one connection per process: runtimes of the same address share it, and the last one to leave ends it;
-one that the program had opened itself is used and left open. Every call to Ray is made in a thread. What can
-be known to be wrong (no Ray, nobody at the address, more than any node has) is a UsageError.
+Ray has one connection per process: runtimes with the same address share it, and the last one to leave closes
+it. A connection that the program opened itself is used and stays open. Every call to Ray runs in a thread.
+Known mistakes (Ray not installed, wrong address, more resources than any node has) raise UsageError.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from afield.errors import UsageError
 from afield.settings.runtimes import RayOptions
 
 NAMESPACE = "afield"
-REACH_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
 OBJECT_STORE_BYTES = 256 * 2**20
-FREE_SEATS = 32  # where a session takes no CPU
+SLOTS_WITHOUT_CPU = 32  # where a session takes no CPU
 T = TypeVar("T")
 
 
-class Need(Struct, frozen=True, kw_only=True):
-    """What a nest of `seats` sessions asks Ray for."""
+class ResourceRequest(Struct, frozen=True, kw_only=True):
+    """Resources that an actor with `slots` sessions requests."""
 
-    seats: int
+    slots: int
     cpus: float
     gpus: float
     memory: int | None
     resources: Mapping[str, float]
 
     @classmethod
-    def of(cls, options: RayOptions, seats: int) -> Need:
+    def of(cls, options: RayOptions, slots: int) -> ResourceRequest:
         return cls(
-            seats=seats,
-            cpus=round(options.cpus * seats, 4),
+            slots=slots,
+            cpus=round(options.cpus * slots, 4),
             gpus=options.gpus,
-            memory=options.memory_mb * 2**20 * seats if options.memory_mb else None,
+            memory=options.memory_mb * 2**20 * slots if options.memory_mb else None,
             resources=options.resources,
         )
 
@@ -60,25 +60,26 @@ class Need(Struct, frozen=True, kw_only=True):
         return asked if self.memory is None else {**asked, "memory": self.memory}
 
 
-def need_of(options: RayOptions, nodes: list[Mapping[str, float]]) -> Need:
-    """One CPU's worth of sessions to a nest, less where no node has that much. GPUs and named resources are
-    not shared out, so such a session has a nest to itself.
+def resource_request(options: RayOptions, nodes: list[Mapping[str, float]]) -> ResourceRequest:
+    """As many sessions per actor as fit into one CPU, fewer if no node has that much.
+
+    GPUs and named resources are not divided: such a session has an actor of its own.
     """
     _check_amounts(options)
-    seats = 1
+    slots = 1
     if not options.gpus and not options.resources:
-        seats = max(1, math.floor(1 / options.cpus + 1e-9)) if options.cpus else FREE_SEATS
-    for fewer in range(seats, 0, -1):
-        need = Need.of(options, fewer)
+        slots = max(1, math.floor(1 / options.cpus + 1e-9)) if options.cpus else SLOTS_WITHOUT_CPU
+    for fewer in range(slots, 0, -1):
+        need = ResourceRequest.of(options, fewer)
         if any(need.fits(has) for has in nodes):
             return need
-    one = Need.of(options, 1)
+    one = ResourceRequest.of(options, 1)
     asked = ", ".join(f"{k} {v:g}" for k, v in _amounts(one).items())
     have = "; ".join(", ".join(f"{k} {has.get(k, 0):g}" for k in _amounts(one)) for has in nodes)
     raise UsageError(f"no node of the Ray cluster has what a session asks for ({asked}); they have: {have}")
 
 
-def _amounts(need: Need) -> dict[str, float]:
+def _amounts(need: ResourceRequest) -> dict[str, float]:
     amounts = {"CPU": need.cpus, "GPU": need.gpus, "memory": need.memory or 0, **need.resources}
     return {name: much for name, much in amounts.items() if much}
 
@@ -93,51 +94,51 @@ def _check_amounts(options: RayOptions) -> None:
         raise UsageError(f"ray: memory_mb = {options.memory_mb} must be at least 1")
 
 
-class Shipped(Struct, frozen=True):
-    """What the nodes get: the runtime environment, and the target as it is called there."""
+class ShippedTarget(Struct, frozen=True):
+    """Runtime environment for the nodes, and the target's name there."""
 
     runtime_env: dict[str, Any]
     target: str
 
 
-def shipped(target: str, options: RayOptions) -> Shipped:
-    """A file's folder goes to the nodes, unless the cluster is this machine or the caller ships a folder.
-
-    Then the target is named as it is in that folder, and taken as it is.
+def ship_target(target: str, options: RayOptions) -> ShippedTarget:
+    """Ship the folder of a file target to the nodes, unless the cluster is this machine or the caller
+    ships a `working_dir`; then the target stays as it is.
     """
     runtime_env = dict(options.runtime_env)
     place, _, name = target.rpartition(":")
     if not place.endswith(".py"):
-        return Shipped(runtime_env, target)
+        return ShippedTarget(runtime_env, target)
     path = Path(place).resolve()
     if not options.address:
-        return Shipped(runtime_env, f"{path}:{name}")
+        return ShippedTarget(runtime_env, f"{path}:{name}")
     if "working_dir" in runtime_env:
-        return Shipped(runtime_env, target)
+        return ShippedTarget(runtime_env, target)
     if not path.is_file():
         raise UsageError(f"there is no file {path}")
-    return Shipped({"working_dir": str(path.parent), **runtime_env}, f"{path.name}:{name}")
+    return ShippedTarget({"working_dir": str(path.parent), **runtime_env}, f"{path.name}:{name}")
 
 
-class Cluster:
-    """`acquire` and `release` in pairs. `ours` is one that we opened, with our runtime environment.
+class RayCluster:
+    """Shared connection; call `acquire` and `release` in pairs. `owned`: opened here, with our runtime
+    environment.
 
     The threads live as long as the connection: what Ray starts here dies with the thread that started it.
     """
 
-    _shared: ClassVar[Cluster | None] = None
+    _shared: ClassVar[RayCluster | None] = None
     _changing: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, address: str, runtime_env: dict[str, Any]) -> None:
         self.address = address
         self.runtime_env = runtime_env
-        self.ours = False
+        self.owned = False
         self._users = 0
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="ray")
 
     @classmethod
-    async def acquire(cls, address: str, runtime_env: dict[str, Any]) -> Cluster:
-        """The shared connection. Raises UsageError where it cannot be had."""
+    async def acquire(cls, address: str, runtime_env: dict[str, Any]) -> RayCluster:
+        """The shared connection; raises UsageError if it cannot be opened."""
         cluster = cls._shared
         if cluster is None:
             cluster = cls._shared = cls(address, runtime_env)
@@ -157,7 +158,7 @@ class Cluster:
         self._users -= 1
         if self._users:
             return
-        Cluster._shared = None
+        RayCluster._shared = None
         await self.run(self._disconnect)
         self._threads.shutdown(wait=False)
 
@@ -165,7 +166,7 @@ class Cluster:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     def nodes(self) -> list[Mapping[str, float]]:
-        """What each living node has."""
+        """Resources of each living node."""
         return [node["Resources"] for node in ray_module().nodes() if node["Alive"]]
 
     def _connect(self) -> None:
@@ -175,12 +176,12 @@ class Cluster:
                 self._open(ray)
 
     def _open(self, ray: Any) -> None:
-        # Ray warns of every connection that is not made by the main thread.
+        # Ray warns of every connection that is not create_actor by the main thread.
         logging.getLogger("ray").setLevel(logging.ERROR)
         usual = {"log_to_driver": False, "configure_logging": False}
         asked: dict[str, Any] = {**usual, "namespace": NAMESPACE, "runtime_env": dict(self.runtime_env)}
         if self.address:
-            _reach(self.address)
+            _check_reachable(self.address)
             asked["address"] = self.address
         else:
             asked |= {"address": "local", "include_dashboard": False}
@@ -190,11 +191,11 @@ class Cluster:
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             said = f"the Ray cluster {self.address or 'of this machine'!r} cannot be used: {error}"
             raise UsageError(f"{said}; is it up, and of version {ray.__version__}?") from error
-        self.ours = True
+        self.owned = True
 
     def _disconnect(self) -> None:
         with self._changing:
-            if self.ours:
+            if self.owned:
                 ray_module().shutdown()
 
 
@@ -205,8 +206,8 @@ def ray_module() -> Any:
         raise UsageError("ray is not installed: pip install 'afield[ray]'") from error
 
 
-def _reach(address: str) -> None:
-    """Ray itself tries for minutes."""
+def _check_reachable(address: str) -> None:
+    """Connect to the address first: Ray itself retries for minutes."""
     host, colon, port = address.rpartition("://")[2].partition("/")[0].rpartition(":")
     if not colon:
         if address in ("auto", "local"):
@@ -215,7 +216,7 @@ def _reach(address: str) -> None:
     if not port.isdigit():
         raise UsageError(f"ray: address {address!r} must be 'auto', HOST:PORT or ray://HOST:PORT, or empty")
     try:
-        with contextlib.closing(socket.create_connection((host.strip("[]"), int(port)), REACH_S)):
+        with contextlib.closing(socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S)):
             return
     except OSError as error:
         said = f"no Ray cluster answers at {address}: {error}"

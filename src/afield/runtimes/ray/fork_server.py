@@ -1,10 +1,9 @@
-"""The warm parent of the sessions of one nest: it loads the agent once and forks a process for each session.
+"""Fork server of a Ray actor: loads the agent once and forks a process per session.
 
-`python -m afield.runtimes.ray.fork_server TARGET FD [--memory-mb N] [--log-dir DIR]` speaks to its nest over
-the socket FD. A session ends with all it started, daemons too: every session adopts its own orphans, and
-whatever is adopted by this process is the rest of one that has ended, and is killed. When the socket
-ends, so does everything. What the agent prints goes to a log per session. Threads do not survive a fork:
-those that the agent's module starts when it is imported are named in `Ready`.
+`python -m afield.runtimes.ray.fork_server TARGET FD [--memory-mb N] [--log-dir DIR]` talks to its actor over
+the socket FD. A session ends with all its descendants, daemons included: each session adopts its orphans, and
+this process kills what ended sessions leave. When the socket closes, everything ends. Each session has its
+own log. Threads do not survive a fork: `AgentLoaded` names threads that the agent's module starts at import.
 """
 
 from __future__ import annotations
@@ -29,7 +28,17 @@ import msgspec
 
 from afield.errors import Unavailable, UsageError, WireError, boundary
 from afield.process_tree import adopt_orphans, children, die_with_parent, kill_children, resident_mb
-from afield.runtimes.ray.messages import FRAME, LOG_BYTES, Ended, Event, Order, Ready, Start, Taken, say
+from afield.runtimes.ray.messages import (
+    FRAME,
+    LOG_BYTES,
+    AgentLoaded,
+    Event,
+    Order,
+    SessionAccepted,
+    SessionExited,
+    StartSession,
+    say,
+)
 from afield.sandbox.imports import prewarm
 from afield.sdk.runner import Runner
 from afield.sdk.serve import load
@@ -40,7 +49,9 @@ MOST_SAID = 1024 * 1024
 _orders = msgspec.json.Decoder(Order)
 
 
-class Session:
+class ForkedSession:
+    """One forked session process."""
+
     def __init__(self, session_id: str, pid: int, answers: int, log: str, log_fd: int) -> None:
         self.id = session_id
         self.pid = pid
@@ -69,40 +80,40 @@ class Session:
 
 
 class RayForkServer:
-    """Used from one thread: a process with others cannot be forked safely."""
+    """Single-threaded: a process with other threads cannot be forked safely."""
 
     def __init__(self, runner: Runner, nest: socket.socket, memory_mb: int | None, log_dir: str) -> None:
         self._runner = runner
         self._pid = os.getpid()
-        self._nest = nest
+        self._actor_socket = nest
         self._memory_mb = memory_mb
         self._log_dir = log_dir
-        self._sessions: dict[str, Session] = {}
-        self._spared = set(children(os.getpid()))  # what the agent's module started
+        self._sessions: dict[str, ForkedSession] = {}
+        self._initial_children = set(children(os.getpid()))  # what the agent's module started
         self._poll = select.poll()
         self._poll.register(nest, select.POLLIN)
-        self._heard: dict[int, Callable[[], None]] = {}
+        self._handlers: dict[int, Callable[[], None]] = {}
         self._buffer = b""
         self._over = False
 
     def run(self) -> None:
-        """Until the socket ends."""
+        """Serve until the socket closes."""
         timeout_ms = WATCH_S * 1000 if self._memory_mb else None
         while not self._over:
             for fd, _ in self._poll.poll(timeout_ms):
-                if fd == self._nest.fileno():
-                    self._listen()
-                elif heard := self._heard.get(fd):
+                if fd == self._actor_socket.fileno():
+                    self._read_commands()
+                elif heard := self._handlers.get(fd):
                     heard()
             if self._memory_mb:
                 self._watch(self._memory_mb)
         for session in self._sessions.values():
             session.kill("its nest is gone")
         self._sessions.clear()
-        self._sweep()
+        self._kill_leftovers()
 
-    def _listen(self) -> None:
-        data = self._nest.recv(2**20)
+    def _read_commands(self) -> None:
+        data = self._actor_socket.recv(2**20)
         self._over = not data
         self._buffer += data
         while len(self._buffer) >= FRAME.size:
@@ -111,33 +122,37 @@ class RayForkServer:
                 return
             frame, self._buffer = self._buffer[FRAME.size :][:size], self._buffer[FRAME.size + size :]
             order = _orders.decode(frame)
-            if isinstance(order, Start):
+            if isinstance(order, StartSession):
                 self._start(order)
             elif session := self._sessions.get(order.session_id):
                 session.kill("it was stopped")
 
     def _say(self, event: Event) -> None:
-        say(self._nest, event)
+        say(self._actor_socket, event)
 
     # --- a session's life ------------------------------------------------------------------------
 
-    def _start(self, order: Start) -> None:
+    def _start(self, order: StartSession) -> None:
         log, log_fd = self._open_log(order.session_id)
         answers, answer = os.pipe()
         pid = os.fork()
         if pid == 0:
-            self._nest.close()
+            self._actor_socket.close()
             for other in self._sessions.values():
                 other.close()
             os.close(answers)
-            _live(self._runner, order, answer, log_fd, self._pid)
+            _run_session(self._runner, order, answer, log_fd, self._pid)
         os.close(answer)
-        session = self._sessions[order.session_id] = Session(order.session_id, pid, answers, log, log_fd)
-        self._hear(answers, lambda: self._answered(session, answers))
-        self._hear(session.pidfd, lambda: self._ended(session))
+        session = self._sessions[order.session_id] = ForkedSession(
+            order.session_id, pid, answers, log, log_fd
+        )
+        self._on_readable(answers, lambda: self._answered(session, answers))
+        self._on_readable(session.pidfd, lambda: self._ended(session))
 
     def _open_log(self, session_id: str) -> tuple[str, int]:
-        """Where others can read it while it grows, and a descriptor. Without a folder it has no name."""
+        """Path that others can read while it grows, and a descriptor. Without a log directory the file has
+        no name.
+        """
         if self._log_dir:
             path = str(Path(self._log_dir) / f"{session_id}.log")
             return path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
@@ -145,12 +160,12 @@ class RayForkServer:
             fd = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_APPEND)
         return f"/proc/{os.getpid()}/fd/{fd}", fd
 
-    def _answered(self, session: Session, answers: int) -> None:
-        """That it has its payload, in a line."""
+    def _answered(self, session: ForkedSession, answers: int) -> None:
+        """Read the session's one-line answer to its payload."""
         data = os.read(answers, 65536)
         session.said += data
         if not data:
-            self._deaf(answers)
+            self._forget_fd(answers)
             session.answers = None
             os.close(answers)
         line, end, _ = session.said.partition(b"\n")
@@ -159,28 +174,28 @@ class RayForkServer:
         elif end or len(session.said) > MOST_SAID:
             session.taken = True
             try:
-                taken = msgspec.json.decode(line, type=Taken)
+                taken = msgspec.json.decode(line, type=SessionAccepted)
             except msgspec.MsgspecError:  # an agent can open its parent's files
                 session.kill("it wrote into what is between its process and the one that started it")
                 return
             taken = msgspec.structs.replace(taken, session_id=session.id)
             self._say(msgspec.structs.replace(taken, pid=session.pid, log=session.log))
 
-    def _ended(self, session: Session) -> None:
+    def _ended(self, session: ForkedSession) -> None:
         _, status = os.waitpid(session.pid, 0)
-        self._deaf(session.pidfd)
+        self._forget_fd(session.pidfd)
         del self._sessions[session.id]
-        self._sweep()
+        self._kill_leftovers()
         # Nobody is left who could hold the other end.
         while session.answers is not None:
             self._answered(session, session.answers)
         died = session.died or _died(os.waitstatus_to_exitcode(status))
-        self._say(Ended(session.id, died, session.tail()))
+        self._say(SessionExited(session.id, died, session.tail()))
         session.close()
 
-    def _sweep(self) -> None:
-        """Kill what ended sessions left: it is ours now, as the sessions' orphans are theirs."""
-        kill_children(self._spared | {session.pid for session in self._sessions.values()})
+    def _kill_leftovers(self) -> None:
+        """Kill processes that ended sessions left to this one."""
+        kill_children(self._initial_children | {session.pid for session in self._sessions.values()})
 
     def _watch(self, most_mb: int) -> None:
         for session in self._sessions.values():
@@ -188,20 +203,20 @@ class RayForkServer:
             if used_mb > most_mb and not session.died:
                 session.kill(f"it was out of memory: it used {used_mb} MB of {most_mb}; raise memory_mb")
 
-    def _hear(self, fd: int, heard: Callable[[], None]) -> None:
+    def _on_readable(self, fd: int, heard: Callable[[], None]) -> None:
         self._poll.register(fd, select.POLLIN)
-        self._heard[fd] = heard
+        self._handlers[fd] = heard
 
-    def _deaf(self, fd: int) -> None:
+    def _forget_fd(self, fd: int) -> None:
         self._poll.unregister(fd)
-        del self._heard[fd]
+        del self._handlers[fd]
 
 
 # --- in the session's process --------------------------------------------------------------------
 
 
-def _live(runner: Runner, order: Start, answer: int, log_fd: int, parent: int) -> NoReturn:
-    """A session's whole life. Never returns: what follows in the caller is its parent's."""
+def _run_session(runner: Runner, order: StartSession, answer: int, log_fd: int, parent: int) -> NoReturn:
+    """Whole life of a session's process; never returns."""
     code = 1
     try:
         with boundary(FailureKind.INFRASTRUCTURE, Reason.LAUNCH, _print):
@@ -214,7 +229,7 @@ def _live(runner: Runner, order: Start, answer: int, log_fd: int, parent: int) -
                 os.dup2(log_fd, fd)
             os.close(log_fd)
             _reseed()
-            _perform(runner, order, answer)
+            _run_rollout(runner, order, answer)
             code = 0
     finally:
         sys.stdout.flush()
@@ -222,8 +237,8 @@ def _live(runner: Runner, order: Start, answer: int, log_fd: int, parent: int) -
         os._exit(code)
 
 
-def _perform(runner: Runner, order: Start, answer: int) -> None:
-    """The answer is written, and its pipe closed, before the agent's code runs, which could write there."""
+def _run_rollout(runner: Runner, order: StartSession, answer: int) -> None:
+    """Answers and closes the pipe before the agent's code runs, which could otherwise write to it."""
     refused, busy = "", False
     begin = threading.Event()
     try:
@@ -232,7 +247,7 @@ def _perform(runner: Runner, order: Start, answer: int) -> None:
         refused = str(error)
     except Unavailable as error:
         refused, busy = str(error), True
-    _write(answer, msgspec.json.encode(Taken(order.session_id, 0, "", refused, busy)) + b"\n")
+    _write(answer, msgspec.json.encode(SessionAccepted(order.session_id, 0, "", refused, busy)) + b"\n")
     os.close(answer)
     begin.set()
     pause_s = 0.001
@@ -247,7 +262,7 @@ def _write(fd: int, data: bytes) -> None:
 
 
 def _reseed() -> None:
-    """Forked twins draw the same numbers; `random` itself sees to that, others do not."""
+    """Forks share random state; `random` reseeds itself, numpy and torch do not."""
     for name, reseed in (("numpy", lambda m: m.random.seed()), ("torch", lambda m: m.seed())):
         if module := sys.modules.get(name):
             reseed(module)
@@ -286,17 +301,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _guarded() -> int:
-    """Fork: the guard gets its child's id, the child 0.
+    """Fork; the guard gets the child's id, the child gets 0.
 
-    A Ray worker that ends kills its children first, before they could end theirs. So that child is only a
-    guard, which ends what is left if the warm parent is killed; the warm parent sees its socket end.
+    A Ray worker that ends kills its children first, before they could end theirs. So its child is only a
+    guard, which kills what is left if the fork server is killed; the fork server sees its socket close.
     """
     adopt_orphans()
     return os.fork()
 
 
 def _guard(parent: int) -> int:
-    """Its exit code is the warm parent's, and 128 more than the signal that killed it, as in a shell."""
+    """Wait for the fork server; the exit code is the fork server's, or 128 plus its signal, as in a shell."""
     _, status = os.waitpid(parent, 0)
     kill_children()
     code = os.waitstatus_to_exitcode(status)
@@ -307,7 +322,7 @@ def _serve(nest: socket.socket, target: str, memory_mb: int | None, log_dir: str
     try:
         runner = load(target).runner
     except UsageError as error:
-        say(nest, Ready(str(error)))
+        say(nest, AgentLoaded(str(error)))
         return 2
     assert runner is not None, "load refuses an app without an entrypoint"
     if log_dir:
@@ -316,7 +331,7 @@ def _serve(nest: socket.socket, target: str, memory_mb: int | None, log_dir: str
     adopt_orphans()
     gc.freeze()
     extra = (thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
-    say(nest, Ready(threads=tuple(extra)))
+    say(nest, AgentLoaded(threads=tuple(extra)))
     RayForkServer(runner, nest, memory_mb, log_dir).run()
     return 0
 

@@ -1,4 +1,4 @@
-"""What a nest and its warm parent say to each other: JSON in frames that begin with their length."""
+"""Messages between a Ray actor and its fork server: length-prefixed JSON."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ FRAME = struct.Struct("!I")
 LOG_BYTES = 256_000
 
 
-class Start(Struct, frozen=True, tag=True):
+class StartSession(Struct, frozen=True, tag=True):
     session_id: str
     payload: Raw
 
 
-class Stop(Struct, frozen=True, tag=True):
+class StopSession(Struct, frozen=True, tag=True):
     session_id: str
 
 
-class Ready(Struct, frozen=True, tag=True):
-    """The agent is loaded, or `problem` says why it is not."""
+class AgentLoaded(Struct, frozen=True, tag=True):
+    """The agent is loaded, or `problem` says why not."""
 
     problem: str = ""
     threads: tuple[str, ...] = ()
 
 
-class Taken(Struct, frozen=True, tag=True):
-    """A session has its payload, or `refused` says why not; `busy` where another may take it later."""
+class SessionAccepted(Struct, frozen=True, tag=True):
+    """The session has its payload, or `refused` says why not; `busy` if another one may accept it later."""
 
     session_id: str
     pid: int
@@ -38,16 +38,16 @@ class Taken(Struct, frozen=True, tag=True):
     busy: bool = False
 
 
-class Ended(Struct, frozen=True, tag=True):
-    """Nothing is left of a session. `died` is empty where its agent came to its end."""
+class SessionExited(Struct, frozen=True, tag=True):
+    """The session and all its processes have ended. `died` is empty if the agent returned."""
 
     session_id: str
     died: str = ""
     log: str = ""
 
 
-Order = Start | Stop
-Event = Ready | Taken | Ended
+Order = StartSession | StopSession
+Event = AgentLoaded | SessionAccepted | SessionExited
 
 
 def say(link: socket.socket, message: Order | Event) -> None:

@@ -1,8 +1,8 @@
-"""The nests of one runtime: asked for as sessions need seats, given back when nobody needs them.
+"""Pool of Ray actors: created as sessions need slots, removed when idle.
 
-Every nest has a task that lives as long as it. One that dies is told of with the sessions it had.
-A nest that is asked for comes when a node has room for it, which may take as long as it likes; who waits for
-a seat does so for a bounded time, and a cluster that is full is Throttled, not a failure.
+Each actor has a task for its lifetime; if it dies, its sessions fail with the reason. An actor starts when a
+node has room. Sessions wait for a slot for a bounded time; a full cluster raises RateLimited, which is no
+failure.
 """
 
 from __future__ import annotations
@@ -16,51 +16,53 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from afield.errors import InfrastructureFailure, RateLimited, UsageError
-from afield.runtimes.ray.actor import ForkServerActor, Settings, Standing
-from afield.runtimes.ray.cluster import NAMESPACE, Cluster, Need, need_of, ray_module
+from afield.runtimes.ray.actor import ActorStatus, ForkServerActor, ForkServerSettings
+from afield.runtimes.ray.cluster import NAMESPACE, RayCluster, ResourceRequest, ray_module, resource_request
 from afield.settings.runtimes import RayOptions
 from afield.types import Reason
 
 CLOSE_S = 10.0
-AWAY_S = 30.0  # how long a nest may be out of reach before it is given up
-AGAIN_S = 0.5
+UNAVAILABLE_TIMEOUT_S = 30.0  # how long a nest may be out of reach before it is given up
+RETRY_S = 0.5
 MESSAGE_CHARS = 800
 
 
-class Lost(Exception):
-    """A nest that is gone, or never came. The message says why."""
+class ActorLost(Exception):
+    """The actor is gone or was never created; the message says why."""
 
 
-class Handle:
-    """One nest. `foreign` is one that another driver made."""
+class ActorHandle:
+    """One actor. `from_other_driver`: another driver created it."""
 
-    def __init__(self, cluster: Cluster, name: str, actor: Any, *, foreign: bool = False) -> None:
+    def __init__(
+        self, cluster: RayCluster, name: str, actor: Any, *, from_other_driver: bool = False
+    ) -> None:
         self.name = name
-        self.foreign = foreign
-        self.came = False
+        self.from_other_driver = from_other_driver
+        self.started = False
         self._cluster = cluster
         self._actor = actor
 
     async def ask(self, verb: str, *args: Any) -> Any:
-        """What the nest answers. Raises Lost; one that is out of reach for now is asked again: no harm."""
+        """Call a method; retries while the actor is unavailable, and raises ActorLost if it is gone."""
         errors = ray_module().exceptions
         loop = asyncio.get_running_loop()
-        until = loop.time() + AWAY_S
+        until = loop.time() + UNAVAILABLE_TIMEOUT_S
         while True:
             try:
-                return await _arrival(await self._cluster.run(self._send, verb, args))
+                return await _await_ref(await self._cluster.run(self._send, verb, args))
             except errors.ActorUnavailableError as error:
                 if loop.time() > until:
-                    raise Lost(_said(error)) from error
+                    raise ActorLost(_describe(error)) from error
             except errors.RayError as error:
-                raise Lost(_said(error)) from error
-            await asyncio.sleep(AGAIN_S)
+                raise ActorLost(_describe(error)) from error
+            await asyncio.sleep(RETRY_S)
 
     async def end(self) -> None:
-        """Its sessions first, and then the nest itself, also where it no longer answers."""
+        """End the sessions, then kill the actor, even if it no longer answers."""
         ray = ray_module()
-        with contextlib.suppress(Lost, TimeoutError):
-            async with asyncio.timeout(CLOSE_S if self.came else 0):
+        with contextlib.suppress(ActorLost, TimeoutError):
+            async with asyncio.timeout(CLOSE_S if self.started else 0):
                 await self.ask("close")
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             await self._cluster.run(lambda: ray.kill(self._actor, no_restart=True))
@@ -69,14 +71,20 @@ class Handle:
         return getattr(self._actor, verb).remote(*args)
 
 
-async def made(
-    cluster: Cluster, name: str, need: Need, settings: Settings, runtime_env: Mapping[str, Any]
-) -> Handle:
-    """Asked for; it comes when a node has room. Spread, so that a lost node costs as little as may be."""
+async def create_actor(
+    cluster: RayCluster,
+    name: str,
+    need: ResourceRequest,
+    settings: ForkServerSettings,
+    runtime_env: Mapping[str, Any],
+) -> ActorHandle:
+    """Request an actor, which starts when a node has room. Actors are spread, so that a lost node costs
+    few sessions.
+    """
 
     def make() -> Any:
         asked: dict[str, Any] = {**need.actor_options, "scheduling_strategy": "SPREAD"}
-        if runtime_env and not cluster.ours:
+        if runtime_env and not cluster.owned:
             asked["runtime_env"] = dict(runtime_env)
         actor: Any = ray_module().remote(ForkServerActor)
         return actor.options(
@@ -89,31 +97,31 @@ async def made(
         ).remote(settings)
 
     try:
-        return Handle(cluster, name, await cluster.run(make))
+        return ActorHandle(cluster, name, await cluster.run(make))
     except (ray_module().exceptions.RayError, ValueError, TypeError) as error:
-        raise Lost(_said(error)) from error
+        raise ActorLost(_describe(error)) from error
 
 
-async def found(cluster: Cluster, prefix: str, known: set[str]) -> list[Handle]:
-    """The nests of a run that other drivers made."""
+async def find_actors(cluster: RayCluster, prefix: str, known: set[str]) -> list[ActorHandle]:
+    """Actors of a run that other drivers created."""
 
-    def find() -> list[Handle]:
+    def find() -> list[ActorHandle]:
         ray = ray_module()
-        handles: list[Handle] = []
+        handles: list[ActorHandle] = []
         for entry in ray.util.list_named_actors(all_namespaces=True):
             name = entry["name"]
             if entry["namespace"] == NAMESPACE and name.startswith(prefix) and name not in known:
                 # It may have ended since it was listed.
                 with contextlib.suppress(ValueError):
                     actor = ray.get_actor(name, namespace=NAMESPACE)
-                    handles.append(Handle(cluster, name, actor, foreign=True))
+                    handles.append(ActorHandle(cluster, name, actor, from_other_driver=True))
         return handles
 
     return await cluster.run(find)
 
 
-async def _arrival(ref: Any) -> Any:
-    """A reference's value. Giving up on it disturbs nobody else."""
+async def _await_ref(ref: Any) -> Any:
+    """Value of an object reference; cancelling it affects no other waiter."""
     loop = asyncio.get_running_loop()
     arrived: asyncio.Future[Any] = loop.create_future()
 
@@ -134,8 +142,8 @@ async def _arrival(ref: Any) -> Any:
     return await arrived
 
 
-def _said(error: BaseException) -> str:
-    """Ray's words in one line, with what they mean in front where that is hard to see."""
+def _describe(error: BaseException) -> str:
+    """Ray's message in one line, with its meaning in front if that is hard to see."""
     text = " ".join(str(error).split())
     short = text if len(text) <= MESSAGE_CHARS else f"{text[:MESSAGE_CHARS]} ..."
     if "memory pressure" in text or "OOM" in text or "out of memory" in text.lower():
@@ -148,41 +156,41 @@ def _said(error: BaseException) -> str:
 log = logging.getLogger("afield.runtimes")
 
 CHECK_S = 60.0
-SEAT_S = 60.0
-ASKED = 8  # nests that are waited for at one time
-MISS_S = 0.5
-LONGEST_MISS_S = 30.0
+SLOT_TIMEOUT_S = 60.0
+MAX_PENDING_ACTORS = 8  # nests that are waited for at one time
+BACKOFF_S = 0.5
+MAX_BACKOFF_S = 30.0
 T = TypeVar("T")
 
 
-class Place:
-    """A nest, from before it is there until it is gone."""
+class PooledActor:
+    """An actor, from its request until it is gone."""
 
-    def __init__(self, name: str, seats: int) -> None:
+    def __init__(self, name: str, slots: int) -> None:
         self.name = name
-        self.seats = seats
-        self.handle: Handle | None = None
+        self.slots = slots
+        self.handle: ActorHandle | None = None
         self.ready = False
         self.where = ""
         self.problem = ""
         self.sessions: set[str] = set()
-        self.needed_at = asyncio.get_running_loop().time()
+        self.used_at = asyncio.get_running_loop().time()
 
     @property
-    def room(self) -> int:
-        return self.seats - len(self.sessions)
+    def free_slots(self) -> int:
+        return self.slots - len(self.sessions)
 
 
 class ActorPool:
-    """`wanted` says whether a session that waits for a seat is still wanted; `lost` is told of each that died
-    with its nest, and why. `close` ends them all.
+    """Actors of one runtime. `wanted` tells whether a waiting session is still wanted; `lost` is called
+    for each session that dies with its actor, with the reason.
     """
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: RayCluster,
         options: RayOptions,
-        settings: Settings,
+        settings: ForkServerSettings,
         *,
         name: str,
         idle_s: float,
@@ -198,24 +206,24 @@ class ActorPool:
         self._group = group
         self._wanted = wanted
         self._lost = lost
-        self._places: dict[Place, asyncio.Task[None]] = {}
-        self._seated: dict[str, Place] = {}
+        self._actors: dict[PooledActor, asyncio.Task[None]] = {}
+        self._actor_of: dict[str, PooledActor] = {}
         self._waiting = 0
-        self._need: Need | None = None
-        self._misses = 0
+        self._need: ResourceRequest | None = None
+        self._failed_starts = 0
         self._problem = ""
         self._retry_at = 0.0
         self._news = asyncio.Event()
-        self._warned = False
+        self._threads_warned = False
 
     @property
     def names(self) -> set[str]:
-        return {place.name for place in self._places}
+        return {place.name for place in self._actors}
 
     async def check(self) -> None:
-        """Until a nest has loaded the agent. A cluster that has no room for one now is waited for later."""
-        self._need = need_of(self._options, await self._cluster.run(self._cluster.nodes))
-        places = list(self._places) or [self._spawn()]
+        """Wait until an actor has loaded the agent; a full cluster only causes a warning."""
+        self._need = resource_request(self._options, await self._cluster.run(self._cluster.nodes))
+        places = list(self._actors) or [self._spawn()]
         with suppress(TimeoutError):
             async with asyncio.timeout(CHECK_S):
                 while not any(place.ready or place.problem for place in places):
@@ -226,141 +234,141 @@ class ActorPool:
         if not any(place.ready for place in places):
             log.warning("Ray has had no room for an agent in %g s; rollouts will wait", CHECK_S)
 
-    async def seat(self, session_id: str) -> Place:
-        """In the least occupied nest that has one, or in the next that comes."""
+    async def acquire_slot(self, session_id: str) -> PooledActor:
+        """Wait for a slot in the actor with the most free ones."""
         self._waiting += 1
-        misses = self._misses
+        failed_starts = self._failed_starts
         try:
-            async with asyncio.timeout(SEAT_S):
+            async with asyncio.timeout(SLOT_TIMEOUT_S):
                 while True:
                     if not self._wanted(session_id):
                         said = f"{session_id} was stopped before it started"
                         raise InfrastructureFailure(said, Reason.CANCELLED)
-                    able = [place for place in self._places if place.ready and place.room > 0]
+                    able = [place for place in self._actors if place.ready and place.free_slots > 0]
                     if able:
-                        return self._enter(max(able, key=lambda place: place.room), session_id)
-                    if self._misses > misses and not any(place.ready for place in self._places):
+                        return self._enter(max(able, key=lambda place: place.free_slots), session_id)
+                    if self._failed_starts > failed_starts and not any(place.ready for place in self._actors):
                         raise InfrastructureFailure(f"no nest for the agent: {self._problem}", Reason.LAUNCH)
                     self._ask_for_more()
                     await self._change()
         except TimeoutError as error:
-            said = f"Ray has no room for {session_id}; {len(self._seated)} sessions have what there is"
+            said = f"Ray has no room for {session_id}; {len(self._actor_of)} sessions have what there is"
             raise RateLimited(said) from error
         finally:
             self._waiting -= 1
 
     def leave(self, session_id: str) -> None:
-        """Its seat is free. Repeating is harmless."""
-        if place := self._seated.pop(session_id, None):
+        """Release the session's slot. Repeating is harmless."""
+        if place := self._actor_of.pop(session_id, None):
             place.sessions.discard(session_id)
-            place.needed_at = asyncio.get_running_loop().time()
+            place.used_at = asyncio.get_running_loop().time()
             self.tell()
 
     def tell(self) -> None:
-        """Wake everyone who waits for a change of nests or seats."""
+        """Wake all tasks that wait for a change of actors or slots."""
         news, self._news = self._news, asyncio.Event()
         news.set()
 
     def close(self) -> None:
-        for task in self._places.values():
+        for task in self._actors.values():
             task.cancel()
 
     # --- small things ----------------------------------------------------------------------------
 
-    def _enter(self, place: Place, session_id: str) -> Place:
+    def _enter(self, place: PooledActor, session_id: str) -> PooledActor:
         place.sessions.add(session_id)
-        self._seated[session_id] = place
+        self._actor_of[session_id] = place
         return place
 
     async def _change(self) -> None:
-        """Until something has changed; after a miss also until it may be time for another try."""
+        """Wait for a change; after a failed start, also until the next try may be due."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(MISS_S if self._misses else None):
+            async with asyncio.timeout(BACKOFF_S if self._failed_starts else None):
                 await self._news.wait()
 
     def _ask_for_more(self) -> None:
-        """Nests for all who wait, a few at a time; after a miss not at once."""
-        if self._misses and asyncio.get_running_loop().time() < self._retry_at:
+        """Request actors for all waiting sessions, a few at a time, with back-off after failures."""
+        if self._failed_starts and asyncio.get_running_loop().time() < self._retry_at:
             return
-        coming = [place for place in self._places if not place.ready]
-        while sum(place.seats for place in coming) < self._waiting and len(coming) < ASKED:
+        coming = [place for place in self._actors if not place.ready]
+        while sum(place.slots for place in coming) < self._waiting and len(coming) < MAX_PENDING_ACTORS:
             coming.append(self._spawn())
 
-    def _spawn(self) -> Place:
-        place = Place(f"{self._name}/{secrets.token_hex(4)}", self._need.seats if self._need else 1)
-        self._places[place] = self._group.create_task(self._life(place))
+    def _spawn(self) -> PooledActor:
+        place = PooledActor(f"{self._name}/{secrets.token_hex(4)}", self._need.slots if self._need else 1)
+        self._actors[place] = self._group.create_task(self._run_actor(place))
         return place
 
-    async def _life(self, place: Place) -> None:
-        """From the asking until nothing of it is left."""
+    async def _run_actor(self, place: PooledActor) -> None:
+        """Lifetime of one actor, from its request to its end."""
         try:
             place.handle = await self._made(place)
             await self._serve(place, place.handle)
-        except (Lost, UsageError) as error:
+        except (ActorLost, UsageError) as error:
             place.problem = str(error)
             if not place.ready:
-                self._miss(place.problem)
+                self._record_failed_start(place.problem)
             for session_id in list(place.sessions):
                 self._lost(session_id, f"nest {place.name} ({place.where}) is gone: {error}")
                 self.leave(session_id)
         finally:
             place.ready = False
-            self._places.pop(place, None)
+            self._actors.pop(place, None)
             self.tell()
             if place.handle is not None:
                 await place.handle.end()
 
-    def _miss(self, problem: str) -> None:
-        """A nest that was of no use. Each one in a row makes the next one wait longer."""
-        wait_s = min(MISS_S * 2**self._misses, LONGEST_MISS_S)
+    def _record_failed_start(self, problem: str) -> None:
+        """Remember why an actor failed to start; consecutive failures back off exponentially."""
+        wait_s = min(BACKOFF_S * 2**self._failed_starts, MAX_BACKOFF_S)
         self._retry_at = asyncio.get_running_loop().time() + wait_s
-        self._misses += 1
+        self._failed_starts += 1
         self._problem = problem
 
-    async def _made(self, place: Place) -> Handle:
+    async def _made(self, place: PooledActor) -> ActorHandle:
         try:
-            self._need = need_of(self._options, await self._cluster.run(self._cluster.nodes))
+            self._need = resource_request(self._options, await self._cluster.run(self._cluster.nodes))
         except UsageError:
             # A node that is gone may come back; one that never was there will not.
             if self._need is None:
                 raise
-        place.seats = self._need.seats
-        return await made(
+        place.slots = self._need.slots
+        return await create_actor(
             self._cluster, place.name, self._need, self._settings, runtime_env=self._options.runtime_env
         )
 
-    async def _serve(self, place: Place, handle: Handle) -> None:
-        """Until nobody has needed it for long. Raises Lost when it dies, or is of no use."""
-        standing: Standing | None = await self._unless_idle(place, handle.ask("ready"))
+    async def _serve(self, place: PooledActor, handle: ActorHandle) -> None:
+        """Wait until the actor has been idle for long; raises ActorLost if it dies or cannot serve."""
+        standing: ActorStatus | None = await self._unless_idle(place, handle.ask("ready"))
         if standing is None:
             return
-        handle.came = True
+        handle.started = True
         if standing.problem:
-            raise Lost(standing.problem)
+            raise ActorLost(standing.problem)
         self._warn(standing)
-        self._misses = 0
+        self._failed_starts = 0
         place.where, place.ready = standing.where, True
-        place.needed_at = asyncio.get_running_loop().time()
+        place.used_at = asyncio.get_running_loop().time()
         self.tell()
         if (over := await self._unless_idle(place, handle.ask("over"))) is not None:
-            raise Lost(over)
+            raise ActorLost(over)
 
-    async def _unless_idle(self, place: Place, asking: Coroutine[Any, Any, T]) -> T | None:
-        """The answer, or None once nobody has needed the nest for long."""
+    async def _unless_idle(self, place: PooledActor, asking: Coroutine[Any, Any, T]) -> T | None:
+        """The answer, or None once the actor has been idle for long."""
         task = asyncio.create_task(asking)
         try:
             while True:
                 done, _ = await asyncio.wait({task}, timeout=max(self._idle_s / 4, 0.05))
                 if done:
                     return task.result()
-                idle_s = asyncio.get_running_loop().time() - place.needed_at
+                idle_s = asyncio.get_running_loop().time() - place.used_at
                 if not place.sessions and not self._waiting and idle_s > self._idle_s:
                     return None
         finally:
             task.cancel()
 
-    def _warn(self, standing: Standing) -> None:
-        if standing.threads and not self._warned:
-            self._warned = True
+    def _warn(self, standing: ActorStatus) -> None:
+        if standing.threads and not self._threads_warned:
+            self._threads_warned = True
             names = ", ".join(standing.threads)
             log.warning("the agent's module starts threads (%s); sessions are forked without them", names)

@@ -1,7 +1,7 @@
-"""The attempts a runtime has taken on, and how each one ended.
+"""Attempt table: the attempts of one runtime, running and ended.
 
-An exit is settled once; later ones change nothing. The ended are remembered up to a bound, so that
-repeating a verb stays harmless without growing for ever.
+An exit is recorded once; later ones change nothing. Ended attempts are remembered up to a bound, so that
+repeated calls stay harmless and memory stays bounded.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ REMEMBERED = 10_000
 E = TypeVar("E", bound=AfieldError)
 
 
-class Attempts:
-    """Used from one event loop."""
+class AttemptTable:
+    """Attempts by session id. Not thread-safe: used from one event loop."""
 
     def __init__(self) -> None:
         self._running: dict[str, asyncio.Future[Exit]] = {}
@@ -31,21 +31,22 @@ class Attempts:
         return iter(list(self._running))
 
     def begin(self, session_id: str) -> bool:
-        """False when it is known already, running or ended."""
+        """Add a running attempt; False if it is running or has ended."""
         if session_id in self._running or session_id in self._ended:
             return False
         self._running[session_id] = asyncio.get_running_loop().create_future()
         self._since[session_id] = time.time()
         return True
 
-    async def once(
+    async def launch_once(
         self,
         session_id: str,
         launches: dict[str, asyncio.Task[E | None]],
         start: Callable[[], asyncio.Task[E | None]],
     ) -> None:
-        """Launch it, or join the launch that is under way; one that is over is not repeated. Raises the
-        failure that `start` ends with.
+        """Launch an attempt, or join its launch in progress; an attempt that has ended is not launched again.
+
+        Raises the failure that the task of `start` returns.
         """
         if self.begin(session_id):
             launches[session_id] = start()
@@ -56,15 +57,17 @@ class Attempts:
             if failure is not None:
                 raise failure
 
-    def running(self, session_id: str) -> bool:
+    def is_running(self, session_id: str) -> bool:
+        """Whether the attempt has begun and no exit is recorded."""
         return session_id in self._running
 
-    def finished(self, session_id: str) -> bool:
-        """Whether it is known to have ended by itself, with nothing broken."""
+    def has_finished(self, session_id: str) -> bool:
+        """Whether the attempt ended by itself, without a failure."""
         ended = self._ended.get(session_id)
         return ended is not None and ended.failure is None
 
-    def settle(self, session_id: str, exit: Exit) -> None:
+    def record_exit(self, session_id: str, exit: Exit) -> None:
+        """Record how a running attempt ended and wake its waiters."""
         future = self._running.pop(session_id, None)
         if future is None:
             return
@@ -75,15 +78,15 @@ class Attempts:
         if not future.done():
             future.set_result(exit)
 
-    def forget(self, session_id: str, exit: Exit) -> None:
-        """It never began, and may be begun again; whoever waits for it is told `exit`."""
-        if self.running(session_id):
-            self.settle(session_id, exit)
+    def discard(self, session_id: str, exit: Exit) -> None:
+        """Remove an attempt that never started, so that it can be launched again; waiters get `exit`."""
+        if self.is_running(session_id):
+            self.record_exit(session_id, exit)
             del self._ended[session_id]
 
-    def live(self, session_id: str, where: str = "", *, starting: bool = False) -> SessionStatus:
-        """What is known of it here; `where` and `starting` are told of one that runs."""
-        if not self.running(session_id):
+    def status(self, session_id: str, where: str = "", *, starting: bool = False) -> SessionStatus:
+        """Phase of an attempt in this process; `where` and `starting` apply while it runs."""
+        if not self.is_running(session_id):
             phase = Phase.ENDED if session_id in self._ended else Phase.UNKNOWN
             return SessionStatus(session_id=session_id, phase=phase)
         phase = Phase.STARTING if starting else Phase.RUNNING
@@ -91,12 +94,14 @@ class Attempts:
             session_id=session_id, phase=phase, where=where, since=self._since.get(session_id)
         )
 
-    async def exit(self, session_id: str) -> Exit:
+    async def wait(self, session_id: str) -> Exit:
+        """Wait for the exit; an unknown attempt counts as dead."""
         if future := self._running.get(session_id):
             # Shielded: one waiter that gives up must not end the attempt for the others.
             return await asyncio.shield(future)
-        return self._ended.get(session_id) or broken(f"{session_id} is not running here", Reason.DIED)
+        return self._ended.get(session_id) or failed_exit(f"{session_id} is not running here", Reason.DIED)
 
 
-def broken(message: str, reason: Reason, log: str = "") -> Exit:
+def failed_exit(message: str, reason: Reason, log: str = "") -> Exit:
+    """Exit with an infrastructure failure."""
     return Exit(InfrastructureFailure(message, reason).failure, log)
