@@ -25,14 +25,13 @@ from tests.runtimes.test_agentcore import opened, serving
 from tests.runtimes.test_registry import Elsewhere
 
 from afield import factory
-from afield.agentcore_local.errors import Problem
-from afield.agentcore_local.faults import Luck
-from afield.agentcore_local.hosts import CellPlaces, Places, PlainPlaces
-from afield.agentcore_local.images import Image
-from afield.agentcore_local.quotas import Counts, Quotas
+from afield.agentcore_local.errors import ServiceError
+from afield.agentcore_local.faults import FaultInjector
+from afield.agentcore_local.hosts import ProcessHosts, ProgramHosts, SandboxHosts
+from afield.agentcore_local.images import AgentImage
+from afield.agentcore_local.quotas import CallCounts, Quotas
 from afield.agentcore_local.requests import Lifecycle
-from afield.agentcore_local.sessions import Pace as Cold
-from afield.agentcore_local.sessions import Sessions, Wanted
+from afield.agentcore_local.sessions import LocalSessions, SessionSpec, Timings
 from afield.cli.main import main
 from afield.errors import InfrastructureFailure, Unavailable, UsageError
 from afield.interfaces.runtime import Phase
@@ -70,7 +69,7 @@ async def sink(tmp_path: Path) -> AsyncIterator[Sink]:
 async def test_a_launch_that_waits_for_a_place_starts_nothing_once_the_runtime_closes(
     sink: Sink, tmp_path: Path
 ) -> None:
-    async with serving(sink, pace=Cold(cold_start_s=0.5)) as url:
+    async with serving(sink, pace=Timings(cold_start_s=0.5)) as url:
         async with opened(tmp_path, url=url, sessions=1) as runtime:
             await runtime.check()
             place = Place(runtime, sink.transport, sink)
@@ -84,7 +83,7 @@ async def test_a_launch_that_waits_for_a_place_starts_nothing_once_the_runtime_c
 
 
 async def test_a_session_that_comes_up_while_the_runtime_closes_is_ended(sink: Sink, tmp_path: Path) -> None:
-    async with serving(sink, pace=Cold(cold_start_s=1.0)) as url:
+    async with serving(sink, pace=Timings(cold_start_s=1.0)) as url:
         async with opened(tmp_path, url=url, cold_start_s=1.0) as runtime:
             await runtime.check()
             place = Place(runtime, sink.transport, sink)
@@ -193,12 +192,12 @@ async def test_a_sandbox_for_which_no_file_is_left_says_so(sink: Sink, tmp_path:
 async def test_a_session_of_the_local_server_for_which_no_file_is_left_fails_alone(
     tmp_path: Path, isolation: str
 ) -> None:
-    cells = CellPlaces(tmp_path, ResourceLimits(), allow=(), mounts=(), warm=(), init_s=30)
-    places: Places = PlainPlaces(tmp_path) if isolation == "none" else cells
-    luck, counts = Luck({}, 0), Counts(time.monotonic)
-    wanted = Wanted(image=Image(target=f"{ACTING}:act"), version="1", env={}, lifecycle=Lifecycle())
-    async with places, Sessions(places, Quotas(), Cold(), luck, counts) as sessions:
-        with no_more_files(), pytest.raises(Problem, match="Too many open files"):
+    cells = SandboxHosts(tmp_path, ResourceLimits(), allow=(), mounts=(), warm=(), init_s=30)
+    places: ProgramHosts = ProcessHosts(tmp_path) if isolation == "none" else cells
+    luck, counts = FaultInjector({}, 0), CallCounts(time.monotonic)
+    wanted = SessionSpec(image=AgentImage(target=f"{ACTING}:act"), version="1", env={}, lifecycle=Lifecycle())
+    async with places, LocalSessions(places, Quotas(), Timings(), luck, counts) as sessions:
+        with no_more_files(), pytest.raises(ServiceError, match="Too many open files"):
             await sessions.enter(("runtime", "DEFAULT", "first"), wanted)
         second = await sessions.enter(("runtime", "DEFAULT", "second"), wanted)
         assert len(sessions) == 1
