@@ -1,1 +1,4 @@
-"""The commands. Each module adds its arguments in `add` and does its work in one short function."""
+"""Commands of the `afield` program.
+
+Each module registers its arguments in `add` and sets the function that runs the command.
+"""

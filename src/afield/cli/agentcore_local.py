@@ -1,4 +1,4 @@
-"""`afield agentcore-local`: a local server that AgentCore clients talk to as if it were AWS."""
+"""`afield agentcore-local`: local server with the AgentCore Runtime API."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def _end_with_stdin(end: Any) -> None:
 
 
 def _raise_open_files() -> None:
-    """Every session and every invoke holds a few."""
+    """Raise the limit of open files: every session and every invocation uses several."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
     if soft < wanted:

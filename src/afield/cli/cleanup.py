@@ -1,8 +1,10 @@
-"""`afield kill` and `afield cleanup`: end sessions, by name or because nobody owns them any more.
+"""`afield kill` and `afield cleanup`: end sessions and remove leftovers.
 
-Sessions in a place that others can reach are stopped there; those of this machine's processes by signals, to
-exactly the process that was noted. `cleanup --when-stdin-ends` is what a controller starts beside itself: it
-acts when the controller is gone and no other has taken its place.
+1. `kill` ends named sessions; `cleanup` ends orphans, whose controller process is dead.
+2. A runtime that other processes can reach stops its sessions itself. Sessions in local processes get
+   SIGTERM, then SIGKILL, sent only to the process in the session registry.
+3. A controller starts `cleanup --when-stdin-ends` as a child process: it acts when the controller is dead and
+   no other controller has taken over.
 """
 
 from __future__ import annotations
@@ -30,18 +32,30 @@ from afield.interfaces.runtime import Phase
 from afield.types import Attempt
 
 AT_ONCE = 16
+"""Sessions that a runtime stops concurrently."""
 TRIES = 4
+"""Attempts to stop a session."""
 POLL_S = 0.5
+"""Interval between checks for a new controller, in seconds."""
 TERM_S = 3.0
+"""Time from SIGTERM to SIGKILL, in seconds."""
 START_S = 10.0
+"""Time to wait for a starting session to get its process, in seconds."""
 KILL_S = 10.0
+"""Time to wait for a process to end after SIGKILL, in seconds."""
 
 
 class Ended(Struct, frozen=True):
+    """Result of ending one session."""
+
     run: str
+    """Run id."""
     session: str
+    """Session id; `*` if the runtime could not be queried."""
     ended: bool
+    """Whether the session has ended."""
     said: str
+    """Result for the user: the reason if it has not ended."""
 
 
 def add(commands: Any) -> None:
@@ -110,7 +124,7 @@ def cleanup(args: argparse.Namespace) -> int:
 
 
 def _left(part: Part) -> bool:
-    """Whether a part of a run has lost its controller and has no other."""
+    """Whether all controllers of these sessions are dead."""
     roster = part.roster()
     try:
         owners = roster.owners()
@@ -120,7 +134,7 @@ def _left(part: Part) -> bool:
 
 
 async def _reap(among: Sequence[Part], *, cautious: bool) -> list[Ended]:
-    """`cautious`: a part that another controller has taken over is left to it, whole."""
+    """End orphans. With `cautious`, skip sessions whose run has a live controller."""
     done: list[Ended] = []
     for part in among:
         roster = part.roster()
@@ -135,7 +149,7 @@ async def _reap(among: Sequence[Part], *, cautious: bool) -> list[Ended]:
 
 
 def _forget_dead(part: Part) -> None:
-    """Rows of sessions that ended with their controller, and the controllers that have nothing left."""
+    """Remove entries of sessions that ended with their controller, and dead controllers without sessions."""
     roster = part.roster()
     try:
         for entry in roster.entries():
@@ -157,7 +171,7 @@ async def _end(wanted: Sequence[Session]) -> list[Ended]:
 
 
 async def _end_part(part: Part, wanted: Sequence[Session], *, others: bool) -> list[Ended]:
-    """With `others`, also what the place lists and nobody noted."""
+    """End these sessions; with `others`, also sessions that the runtime lists and no registry has."""
     if not wanted and not others:
         return []
     try:
@@ -196,7 +210,7 @@ async def _stop(part: Part, runtime: Runtime, attempt: Attempt, room: asyncio.Se
 
 
 async def _placed(session: Session) -> Session | None:
-    """Once it has a process of its own, where it will have one; None where it ended before."""
+    """Wait until a starting session has a process; None if it ended before that."""
     end = time.monotonic() + START_S
     while session.entry.process is None and session.entry.phase is Phase.STARTING and time.monotonic() < end:
         await asyncio.sleep(POLL_S / 5)
@@ -208,7 +222,7 @@ async def _placed(session: Session) -> Session | None:
 
 
 async def _end_process(wanted: Session, ending: set[str]) -> Ended:
-    """`ending` are all that are ended together."""
+    """End the process of a session by signals. `ending` are the ids of all sessions that the command ends."""
     session = await _placed(wanted)
     if session is None:
         return Ended(wanted.part.run.id, wanted.id, True, "it has ended by itself")
@@ -222,7 +236,7 @@ async def _end_process(wanted: Session, ending: set[str]) -> Ended:
         return Ended(run, session.id, False, said)
     if process.alive is None:
         return Ended(run, session.id, False, f"it runs on {process.host}: kill it there")
-    beside = _beside(session, ending)  # before its collector hears of its end, and begins them anew
+    beside = _beside(session, ending)  # read first: the collector starts them again once the process ends
     for number, seconds in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, KILL_S)):
         end = time.monotonic() + seconds
         if process.alive:
@@ -236,7 +250,7 @@ async def _end_process(wanted: Session, ending: set[str]) -> Ended:
 
 
 def _beside(session: Session, ending: set[str]) -> str:
-    """A warm worker serves several sessions, which end with it."""
+    """Describe other sessions of the same prewarmed worker, which end with it; empty without any."""
     process = session.entry.process
     roster = session.part.roster()
     try:
@@ -252,7 +266,7 @@ def _beside(session: Session, ending: set[str]) -> str:
 
 
 def _signal(pid: int, number: int) -> None:
-    """A process that leads a group goes with its group; one that does not may share it with others."""
+    """Signal the process group if the process leads it, otherwise the process alone: others may share it."""
     with suppress(ProcessLookupError):
         os.killpg(pid, number) if os.getpgid(pid) == pid else os.kill(pid, number)
 

@@ -1,4 +1,4 @@
-"""`afield conformance`: real clients against the gateway, with the engine's ledger as the judge."""
+"""`afield conformance`: check the gateway with real clients and recorded engine calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`afield demo`: watch a real agent learn, on this machine, offline."""
+"""`afield demo`: train a small agent offline on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from afield.types import Task
 AGENTS = ("openai", "strands", "langgraph")
 DEFAULTS = {
     "exp_id": "demo",
-    "shuffle": False,  # the shop's tasks are balanced in their order
+    "shuffle": False,  # tasks are balanced in their order
     "steps": 20,
     "tasks_per_step": 8,
     "rollouts": 16,
@@ -34,8 +34,8 @@ DEFAULTS = {
     "concurrency": 64,
     "attempt_timeout_s": 60.0,
 }
-"""Settings found by measurement over many seeds. Sampling depends on rollout ids: a seed gives the same run
-only with the same exp_id."""
+"""Default settings of the demo, chosen by measurement over many seeds. Sampling depends on rollout ids, so a
+seed reproduces a run only with the same exp_id."""
 
 
 def add(commands: Any) -> None:
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     if args.runtime == "agentcore":
         values |= cloud.values()
     if args.runtime == "ray":
-        values["ray"] = {"cpus": 0.05}  # the shop's agents mostly wait
+        values["ray"] = {"cpus": 0.05}  # demo agents mostly wait for the model
     return start(args, "demo", values, make_tasks, around)
 
 

@@ -1,4 +1,4 @@
-"""`afield cleanup`: disk use of runs, and removal of what they leave behind."""
+"""`afield cleanup`: disk usage of runs and removal of their data."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Usage(Struct, frozen=True, kw_only=True):
     bytes: dict[str, int]
     """Bytes of each part of the run's directory, and of the whole as `total`."""
     removed: dict[str, int | list[int] | list[str]] = {}
-    """What was removed: steps of `rollouts`, sessions of the `store`, `queues` by name."""
+    """Removed data: step numbers for `rollouts`, number of sessions for `store`, names for `queues`."""
 
 
 class Choice(Struct, frozen=True, kw_only=True):
-    """What to remove."""
+    """Data to remove."""
 
     rollouts: bool = False
     """Rollouts of all steps but the newest three."""
@@ -64,7 +64,7 @@ def run_usage(name: str | None, choice: Choice) -> list[Usage]:
 
 
 def remove(run: RunDirectory, choice: Choice) -> dict[str, int | list[int] | list[str]]:
-    """Only from a run that nobody works on."""
+    """Remove the chosen data of a run; refuses a run that is in use."""
     from afield import factory
 
     removed: dict[str, int | list[int] | list[str]] = {}
@@ -99,13 +99,13 @@ def _size(path: Path) -> int:
     total = 0
     for folder, _, names in os.walk(path):
         for name in names:
-            with suppress(OSError):  # it went while we looked
+            with suppress(OSError):  # removed since it was listed
                 total += (Path(folder) / name).lstat().st_size
     return total
 
 
 def lines(usages: Sequence[Usage]) -> list[str]:
-    """For people: runs with their sizes, the largest first, and the room that is left."""
+    """Lines to print: runs by size, the largest first, and the free disk space."""
     told: list[str] = []
     for usage in sorted(usages, key=lambda one: -one.bytes["total"]):
         parts = [f"{part} {human(size)}" for part, size in usage.bytes.items() if part != "total"]

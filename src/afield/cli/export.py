@@ -1,4 +1,4 @@
-"""`afield export`: what a run was trained on, as a file for another trainer."""
+"""`afield export`: write a run's training data for another trainer."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write(out: Path, format: str, batch: Batch | TreeBatch) -> None:
-    """As a whole or not at all."""
+    """Write the file atomically: under a temporary name, then renamed."""
     partial = out.with_name(f"{out.name}.partial")
     try:
         WRITERS[format](partial, batch)
@@ -88,7 +88,7 @@ def write(out: Path, format: str, batch: Batch | TreeBatch) -> None:
 
 
 def trained_groups(run: RunDirectory, only: int | None = None) -> tuple[list[Group], int]:
-    """The groups that steps took and trained on; and how many they dropped."""
+    """Groups that completed steps trained on, and the number of dropped groups."""
     steps = run.steps()
     if only is not None and only not in steps:
         there = f"{steps[0]} to {steps[-1]}" if steps else "none"
@@ -98,7 +98,7 @@ def trained_groups(run: RunDirectory, only: int | None = None) -> tuple[list[Gro
     dropped = 0
     with RunState(run.run_state) as ledger:
         for step in steps if only is None else [only]:
-            if step not in lost:  # its line is written last: it is not done
+            if step not in lost:  # the metrics line is written last, so the step is incomplete
                 continue
             members: dict[str, list[RolloutResult]] = {}
             for finished in run.read_rollouts(step):
@@ -111,7 +111,7 @@ def trained_groups(run: RunDirectory, only: int | None = None) -> tuple[list[Gro
 
 
 def reward_weights(run: RunDirectory) -> dict[str, float]:
-    """Of named rewards, where the run was trained on their sum."""
+    """Weights of named rewards, if the run was trained on their weighted sum; otherwise empty."""
     said = msgspec.json.decode(run.config.read_bytes())
     return {} if said.get("freeze_weights") else said.get("learn", {}).get("rewards", {})
 

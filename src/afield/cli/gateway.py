@@ -1,4 +1,4 @@
-"""`afield gateway`: serve a model to agents, and its turns to trainers."""
+"""`afield gateway`: serve a model to agents and record their turns."""
 
 from __future__ import annotations
 

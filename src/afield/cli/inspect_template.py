@@ -1,5 +1,4 @@
-"""`afield inspect-template`: what the gateway will do with a model's chat template, found out by
-rendering."""
+"""`afield inspect-template`: profile a model's chat template by rendering it."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def rows(name: str, found: Any, by: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """What is printed, line by line; `by` says what each rule does."""
+    """Labels and values to print; `by` describes each rule."""
     yield "model", name
     yield "template", found.template_hash[:16]
     yield "tokenizer", found.tokenizer_hash[:16]

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live chart on a terminal, a line per step elsewhere."""
+"""Progress of a training run: live chart on a terminal, else log lines."""
 
 from __future__ import annotations
 
@@ -25,12 +25,17 @@ from afield.settings.train import TrainConfig
 from afield.token_account import ExclusionWatch, TokenAccount, listed
 from afield.types import FailureKind, Outcome, Rollout, RolloutResult
 
-SHOWN_FAILURES = 5  # of a kind; the same words once
+SHOWN_FAILURES = 5
+"""Distinct failure messages printed per kind and reason."""
 SHOWN_WIDTH = 200
-EQUAL = 1e-4  # the mean difference of log-probabilities that float32 on both sides explains
+"""Length of a printed failure message, in characters."""
+EQUAL = 1e-4
+"""Mean sampler-trainer difference of log-probabilities that float32 on both sides explains."""
 
 
 class Screen:
+    """Prints the progress of a run; a watcher of rollouts and steps."""
+
     def __init__(self, config: TrainConfig, run: RunDirectory, *, to_stderr: bool) -> None:
         self._config = config
         self._run = run
@@ -44,7 +49,7 @@ class Screen:
         self._finished = 0
         self._failures: Counter[str] = Counter()
         self._told: set[str] = set()
-        self._failed = ""  # a rollout that came to nothing, to look at
+        self._failed = ""  # id of a failed rollout, suggested for `afield show`
         self._line: StepMetrics | None = None
         self._began = time.monotonic()
         self._live: Live | None = None
@@ -72,7 +77,7 @@ class Screen:
             self._live.update(self._view())
             self._live.stop()
 
-    # --- collect's Watcher -----------------------------------------------------------------------
+    # --- watcher -------------------------------------------------------------------------------
 
     def attempt_ended(self, rollout: Rollout, outcome: Outcome, will_retry: bool) -> None:
         failure = outcome.failure
@@ -124,12 +129,12 @@ class Screen:
             )
 
     def _warn_of_exclusions(self, line: StepMetrics) -> None:
-        """Once, and again when tokens are excluded for another reason than before."""
+        """Print a warning once, and again when tokens are excluded for a new reason."""
         if warning := self._tokens.add(account_of([structs.asdict(line)])):
             self._say(f"[red]{escape(warning)}[/]")
 
     def collected(self) -> None:
-        """The end of a process that only collects."""
+        """Print the summary of a process that collects rollouts without training."""
         failed = sum(self._failures.values())
         self._say(f"all is collected; here {self._finished} rollouts ended, {failed} attempts failed")
 
@@ -162,7 +167,7 @@ class Screen:
             say(f"  next       {me()} train my_agent.py:agent --tasks tasks.jsonl --model DIR")
 
     def _say(self, text: str) -> None:
-        """Lines are never broken: a path stays one word for whoever copies or greps it."""
+        """Print without hard wrapping, so that paths can be copied and searched."""
         self._console.print(text, soft_wrap=True)
 
     # --- drawing ---------------------------------------------------------------------------------
@@ -208,8 +213,8 @@ def describe(line: StepMetrics, steps: int) -> str:
 
 
 def precision(measures: Mapping[str, float]) -> str:
-    """How far sampler and trainer are apart, in units of what the engine's dtype explains, and how much of
-    the update the engine got. Nothing where they are equal and nothing was rounded."""
+    """Sampler-trainer difference, also as a multiple of what the engine's dtype explains, and the share of
+    the update that reached the engine. Empty if both agree and nothing was rounded."""
     told = ""
     if not measures.get("logprob_diff", 0.0) <= EQUAL:  # so that NaN is shown
         told += f"  logprob diff {measures['logprob_diff']:.1e}"
@@ -221,7 +226,7 @@ def precision(measures: Mapping[str, float]) -> str:
 
 
 def _has_learnt(measures: Mapping[str, float]) -> bool:
-    """Where no rollout has an advantage there is no update, and so no norm of one."""
+    """Whether the step made an update; a step without advantages has no gradient norm."""
     return "grad_norm" in measures
 
 
@@ -231,7 +236,7 @@ def _first_line(message: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """What an agent said must not steer the terminal."""
+    """Replace unprintable characters, so that agent output cannot control the terminal."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 

@@ -1,6 +1,6 @@
-"""Logs of long-running commands: lines to read, or one JSON object per line.
+"""Log formats of long-running commands: text lines or JSON lines.
 
-Records name sessions and turns; keys never get into them, whatever a message quotes.
+Both formats redact keys that a message quotes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`afield COMMAND`: parse, dispatch, and turn errors into a message and an exit code.
+"""`afield` entry point: argument parser, dispatch, exit codes.
 
-0 done, 1 something failed, 2 bad input, 130 stopped by Ctrl-C, 143 by SIGTERM.
+Exit codes: 0 success, 1 failure, 2 invalid input, 130 Ctrl-C, 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     except asyncio.CancelledError:
         return 143
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has gone; say nothing more
+        sys.stderr.close()  # the reader of the output is gone; suppress further errors
         return 141
 
 

@@ -1,4 +1,4 @@
-"""What a run came to: the summary as numbers, and the reward curve as a picture."""
+"""Summary of a run: numbers, reward curve as PNG and as text."""
 
 from __future__ import annotations
 
@@ -16,23 +16,33 @@ from afield.token_account import TokenAccount, listed
 
 
 class Summary(Struct, frozen=True, kw_only=True):
-    """`first` is the mean reward of the first two steps, `last` of the last three, or fewer where these would
-    be the same ones. `staleness` is the greatest, in policy versions; `late` outcomes came after their
-    attempt had been given up.
-    """
+    """Totals of a run; means are over rollouts."""
 
     run: str
+    """Path of the run directory."""
     seed: int
+    """Seed of the run."""
     agent: str
+    """Agent, as FILE.py:NAME."""
     first: float | None
+    """Mean reward of the first two steps, or of the first if there are fewer than four; None without
+    rewards."""
     last: float | None
+    """Mean reward of the last three steps, without the steps of `first`; None without rewards."""
     steps: int
+    """Completed steps."""
     rollouts: int
+    """Rollouts of these steps."""
     trained: int
+    """Rollouts that were trained on."""
     failed: int
+    """Rollouts that failed."""
     retried: int
+    """Attempts that were retried."""
     turns_per_rollout: float
+    """Mean number of turns per rollout."""
     tool_calls_per_rollout: float
+    """Mean number of tool calls per rollout."""
     sampled_tokens: int
     """Tokens of the attempts that count: trained, excluded or untrained."""
     trained_tokens: int
@@ -40,14 +50,19 @@ class Summary(Struct, frozen=True, kw_only=True):
     excluded_tokens: dict[str, int]
     """Tokens of turns that are kept out of the loss, by reason."""
     excluded_share: float
-    """Excluded tokens, of those sampled."""
+    """Excluded tokens as a share of the sampled ones, from 0 to 1."""
     untrained_tokens: dict[str, int]
     """Tokens of rollouts that train nothing, by reason."""
     wasted_tokens: int
+    """Tokens sampled by attempts that do not count."""
     dropped_groups: int
+    """Groups that were not trained on."""
     staleness: int
+    """Greatest staleness of a step, in policy versions."""
     late: int
+    """Outcomes that were refused because their attempt had been given up."""
     wall_s: float
+    """Wall time, in seconds."""
 
 
 def summarise(run: RunDirectory, config: TrainConfig, *, wall_s: float) -> Summary:
@@ -86,7 +101,7 @@ def summarise(run: RunDirectory, config: TrainConfig, *, wall_s: float) -> Summa
 
 
 def account_of(lines: Iterable[Mapping[str, Any]]) -> TokenAccount:
-    """What became of the sampled tokens of these steps; of lines of metrics.jsonl."""
+    """Sum of the token accounts of lines of metrics.jsonl."""
     account = TokenAccount()
     for line in lines:
         account += TokenAccount(
@@ -98,7 +113,7 @@ def account_of(lines: Iterable[Mapping[str, Any]]) -> TokenAccount:
 
 
 def told_tokens(account: TokenAccount) -> str:
-    """What became of the sampled tokens, in one line."""
+    """Token account in one line: sampled, trained, excluded and untrained tokens."""
     told = f"{account.sampled} tokens sampled, {account.trained} trained ({account.trained_share:.1%})"
     told += f", {sum(account.excluded.values())} excluded ({account.excluded_share:.1%}"
     told += f": {listed(account.excluded)})" if account.excluded else ")"
@@ -114,7 +129,7 @@ def _late(run: RunDirectory) -> int:
 
 
 def _mean(lines: list[dict[str, Any]]) -> float | None:
-    """Over rollouts, not over steps."""
+    """Mean reward over the rollouts of these steps; None without rewards."""
     counted = [
         (line["reward"], line["rollouts"] - line["failed"]) for line in lines if line["reward"] is not None
     ]
@@ -123,7 +138,7 @@ def _mean(lines: list[dict[str, Any]]) -> float | None:
 
 
 def draw(run: RunDirectory) -> None:
-    """rewards.png: the mean reward of every step."""
+    """Write rewards.png: mean reward by training step."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -146,7 +161,7 @@ def draw(run: RunDirectory) -> None:
 
 
 def chart(rewards: list[float], *, steps: int, height: int = 8, width: int = 60) -> list[str]:
-    """The curve in a terminal: a column of eighths per step, the newest steps when there are too many."""
+    """Draw the reward curve with block characters, one bar per step; the newest steps if not all fit."""
     column = max(1, min(4, width // max(steps, len(rewards), 1)))
     shown = rewards[-(width // column) :]
     low, high = min([0.0, *shown]), max([1.0, *shown])
@@ -163,10 +178,10 @@ def chart(rewards: list[float], *, steps: int, height: int = 8, width: int = 60)
 
 
 def me() -> str:
-    """This program as it was called, so that what is printed can be pasted."""
+    """Name of this program as it was called, so that printed commands can be pasted."""
     return short(sys.argv[0]) if sys.argv[0].endswith("/afield") else "afield"
 
 
 def short(path: Path | str) -> str:
-    """As a person would write it: from here, if it is below here."""
+    """Path relative to the working directory, if it is below it."""
     return str(path).removeprefix(f"{Path.cwd()}/")

@@ -1,4 +1,4 @@
-"""Parts shared by commands that serve: event loop, loopback test, exit with the parent."""
+"""Helpers of server commands: event loop, loopback check, exit with parent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def run_loop(work: Coroutine[Any, Any, None]) -> None:
-    """Run on uvloop if it is installed, which takes half the CPU time."""
+    """Run a coroutine on uvloop if it is installed, which halves CPU time, otherwise on asyncio."""
     try:
         from uvloop import new_event_loop
     except ModuleNotFoundError:

@@ -1,7 +1,8 @@
-"""`afield ps`, `kill`, `logs` and `cleanup`: the sessions that run now, over all runs and runtimes.
+"""`afield ps` and `afield logs`: running sessions of all runs and runtimes.
 
-What runs is in each run's roster; the places themselves are asked only where they can tell more. A session
-whose controller is dead is an orphan.
+1. Sessions come from the session registry of each run; `ps --all` queries the runtimes as well.
+2. A session whose controller process is dead is an orphan.
+3. `logs` prints a log file, a slice of a worker's log, or the logs that the runtime returns.
 """
 
 from __future__ import annotations
@@ -28,14 +29,18 @@ from afield.settings.environment import Environment
 from afield.types import Attempt
 
 FOLLOW_S = 0.3
+"""Interval between reads of a followed log, in seconds."""
 READ = 2**16
+"""Characters read from a log file at once."""
 
 
 class Part(Struct, frozen=True):
-    """The agents of a run, or its verifiers: each has a roster and a runtime of its own."""
+    """Agents or verifiers of a run; each role has its own session registry and runtime."""
 
     run: RunDirectory
+    """Directory of the run."""
     verifying: bool = False
+    """True for verifiers, False for agents."""
 
     @property
     def home(self) -> RunDirectory:
@@ -47,7 +52,7 @@ class Part(Struct, frozen=True):
         return factory.session_registry(self.home.sessions)
 
     def runtime(self) -> Runtime:
-        """As the run was started with; nothing is noted in the roster on our behalf."""
+        """Build the runtime from the run's saved settings, without writing to its session registry."""
         from afield import factory
 
         config = saved_config(self.run)
@@ -58,10 +63,12 @@ class Part(Struct, frozen=True):
 
 
 class Session(Struct, frozen=True):
-    """A row of a roster (`afield.runtimes.registry.Entry`), and whose it is."""
+    """An entry of a session registry, with the run and role that it belongs to."""
 
     part: Part
+    """Agents or verifiers that the session belongs to."""
     entry: Any
+    """Entry of the session registry (`afield.runtimes.registry.SessionEntry`)."""
 
     @property
     def id(self) -> str:
@@ -73,7 +80,7 @@ class Session(Struct, frozen=True):
 
     @property
     def stale(self) -> bool:
-        """It could not outlive its controller, which is dead."""
+        """Whether the session ended with its dead controller, although its entry remains."""
         gone = self.entry.process is None or not self.entry.process.alive
         return self.entry.orphan and not self.entry.outlives and gone
 
@@ -115,11 +122,11 @@ def add(commands: Any) -> None:
     cleanup.add(commands)
 
 
-# --- what runs ---------------------------------------------------------------------------------------
+# --- running sessions ---------------------------------------------------------------------------------------
 
 
 def parts(name: str | None) -> list[Part]:
-    """Those of one run, or of all, that have a roster or could have one."""
+    """Agents and verifiers of one run, or of all runs, that have a session registry."""
     runs = Environment.read().runs
     if name is not None:
         found = [find_run(runs, name)]
@@ -158,7 +165,7 @@ def ps(args: argparse.Namespace) -> int:
 
 
 async def _asked(among: Sequence[Part], lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the places say: newer phases, where sessions are, and some that nobody noted."""
+    """Add what the runtimes report: current phases and locations, and sessions that are in no registry."""
     known = {(line["run"], line["role"], line["session"]): line for line in lines}
     for part in among:
         try:
@@ -226,13 +233,13 @@ def unknown(session_id: str, known: Iterable[str]) -> UsageError:
 
 
 def check_one_run(session_id: str, among: Iterable[Session]) -> None:
-    """Runs that are alone on their machine name their rollouts alike."""
+    """Refuse a session id that several runs use; separate runs may number their rollouts alike."""
     whose = sorted({session.part.run.id for session in among if session.id == session_id})
     if len(whose) > 1:
         raise UsageError(f"{session_id!r} runs in {', '.join(whose)}; say which with --run RUN")
 
 
-# --- what they print -----------------------------------------------------------------------------------
+# --- logs -----------------------------------------------------------------------------------
 
 
 def logs(args: argparse.Namespace) -> int:
@@ -247,7 +254,7 @@ def logs(args: argparse.Namespace) -> int:
     homes = [home for run in found for home in (run, RunDirectory(run.path / "verifiers"))]
     running = [s for s in sessions(parts(args.name)) if s.id == args.session]
     files = [home.logs / f"{args.session}.log" for home in homes]
-    # A warm worker prints into a log of its own, which it names.
+    # A prewarmed worker has its own log file, which it names in `where`.
     files += [s.part.home.logs / s.entry.where.rpartition("(")[2].rstrip(")") for s in running]
     if file := next((file for file in files if file.is_file() and file.suffix == ".log"), None):
         _print_file(file, args)
@@ -301,7 +308,7 @@ def _runs(args: argparse.Namespace) -> bool:
 
 
 def _beyond(before: str, now: str) -> str:
-    """What is new; the place may keep only the last part, so the old text may begin later than it did."""
+    """Text added since `before`. A runtime may keep only the end of a log, so `now` may start later."""
     mark = before[-200:]
     at = now.rfind(mark)
     return now[at + len(mark) :] if at >= 0 else now

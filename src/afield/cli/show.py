@@ -1,4 +1,4 @@
-"""`afield show`: look at a run, or at one rollout turn by turn."""
+"""`afield show`: print a run, its rollouts, or one rollout's turns."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def show_run(run: RunDirectory, args: argparse.Namespace) -> None:
 
 
 def list_rollouts(run: RunDirectory, *, as_json: bool) -> None:
-    """Step by step, as they were trained."""
+    """Print one line per rollout, in the order of training steps."""
     for step in run.steps():
         for finished in run.read_rollouts(step):
             line = brief(step, finished)
@@ -141,7 +141,7 @@ def show_rollout(run: RunDirectory, args: argparse.Namespace) -> None:
 
 
 def show_attempts(run: RunDirectory, finished: RolloutResult) -> None:
-    """The attempts before the one that counts; what they sampled is in the gateway's store."""
+    """Print the failed attempts of a rollout. The gateway's store has their turns."""
     if finished.attempts < 2 or not run.run_state.exists():
         return
     with RunState(run.run_state) as ledger:

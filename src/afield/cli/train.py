@@ -1,4 +1,4 @@
-"""`afield train`: train your own agent on your own tasks."""
+"""`afield train`: train an agent on a file of tasks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from afield.training_run import RunRole, training
 from afield.types import Task, check_id
 
 HARDWARE = ("device", "devices", "max_tokens_per_pass", "checkpointing")
-"""Keys of `learn` that may change when a run is resumed: they say where it learns, not what."""
+"""Keys of `learn` that may change when a run is resumed, since they do not affect results."""
 
 
 def add(commands: Any) -> None:
@@ -101,7 +101,7 @@ def start(
                 work = train(config, run, tasks, role, environment.admin_key, kind=kind, as_json=args.json)
                 return asyncio.run(work)
         except (AfieldError, OSError, BaseExceptionGroup):
-            run.check_present()  # a removed directory is the cause of whatever failed first
+            run.check_present()  # if the directory was removed, report that instead of its consequences
             if new and not run.has_begun and role is RunRole.ALL:
                 shutil.rmtree(run.path, ignore_errors=True)  # nothing was attempted
             raise
@@ -127,7 +127,7 @@ def prepare(
     config, tasks = checked(args, defaults, make_tasks)
     check_gateway(args, config, environment)
     with run.locked("create", wait=True):
-        if run.config.exists():  # the other half created it
+        if run.config.exists():  # the process of the other role created it
             return run, *resume(run, args, environment), False
         run.durable = config.durable
         run.write_tasks(tasks)
@@ -221,7 +221,7 @@ def resume(
 
 
 def without_hardware(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings without those that only say where and in how many parts a run learns."""
+    """Settings without the keys that may change when a run is resumed."""
     learn = values["learn"]
     rest = {k: v for k, v in learn.items() if k not in HARDWARE} if isinstance(learn, Mapping) else learn
     return {**values, "learn": rest}
