@@ -1,4 +1,4 @@
-"""Exceptions of afield.
+"""Exception hierarchy of afield.
 
     AfieldError
     |-- UsageError              wrong input from a person; commands exit with 2
@@ -7,8 +7,8 @@
     |-- Conflict                a different value was stored first
     |-- NotFound                unknown id
     |-- Unavailable             a component does not answer; worth a retry
-    |   `-- Outage              it answers no rollout for `unavailable_timeout_s`: the run ends, resumable
-    |-- RateLimited             a component asks for fewer calls; costs no rollout a retry
+    |   `-- Outage              a component is down for `unavailable_timeout_s`: the run ends, resumable
+    |-- RateLimited             a component refuses calls for now; does not use up retries
     |-- NoRewards               several steps without a single reward
     `-- RolloutFailure          one rollout failed; `.failure` has it as data
         |-- PolicyFailure           caused by the model: trained, never retried
@@ -58,7 +58,7 @@ class Unavailable(AfieldError):
 
 
 class Outage(Unavailable):
-    """A component answered no rollout for `unavailable_timeout_s`. The run ends and can be resumed."""
+    """A component is unavailable for `unavailable_timeout_s`. The run ends and can be resumed."""
 
 
 class RateLimited(AfieldError):
@@ -118,11 +118,11 @@ class InfrastructureFailure(RolloutFailure):
 
 
 RETRIED = frozenset({FailureKind.TASK, FailureKind.VERIFIER, FailureKind.INFRASTRUCTURE})
-"""Failure kinds that are retried; a policy failure is an outcome like any other."""
+"""Failure kinds that are retried. Policy failures are trained instead."""
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The first exception inside nested exception groups."""
+    """Return the first exception inside nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
     return error
@@ -130,7 +130,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 @contextmanager
 def boundary(kind: FailureKind, reason: Reason, report: Callable[[Failure], None]) -> Generator[None]:
-    """Run foreign code and report what it raises as a Failure.
+    """Run user code and report its exceptions as a Failure.
 
     A `RolloutFailure` keeps its own kind; any other exception becomes `kind` and `reason`.
     """

@@ -1,7 +1,7 @@
 """Data types: tasks, rollouts, outcomes, turns, trajectories and groups.
 
-All are frozen, validated when built, and free of I/O: code that receives one does not check it again.
-`wire` reads and writes them as bytes; `interfaces` has the components that exchange them.
+All types are frozen and validated when built, so code that receives one does not check it again.
+`wire` encodes and decodes them; `interfaces` has the components that exchange them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Policy(Struct, frozen=True):
     """The model being trained."""
 
     name: str
+    """Name of the model, as agents send it in the `model` field of a request."""
     version: int = 0
     """Number of the published weights; it only grows."""
 
@@ -40,9 +41,9 @@ class Policy(Struct, frozen=True):
 
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
-"""Outside these, float32 logits divided by the temperature overflow, or all tokens are equally likely."""
+"""Range of temperatures above 0. Below it, float32 logits overflow; above it, sampling is uniform."""
 MAX_COUNT = 2**31 - 1
-"""The largest `top_k` and `max_tokens`; engines keep both in 32 bits."""
+"""Largest `top_k` and `max_tokens`; engines store both in 32 bits."""
 
 
 class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
@@ -76,7 +77,7 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc
 
     @property
     def truncated(self) -> bool:
-        """Whether some tokens have no probability (top_p, top_k or greedy); losses need to know."""
+        """Whether top_p, top_k or greedy decoding gives some tokens probability 0."""
         return self.top_p < 1 or self.top_k > 0 or self.temperature == 0
 
 
@@ -103,6 +104,8 @@ class Budget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Split(StrEnum):
+    """Part of a data set."""
+
     TRAIN = "train"
     VAL = "val"
 
@@ -139,7 +142,9 @@ class Rollout(Struct, frozen=True, kw_only=True):
     group_id: str
     """Id of the rollouts of the same task that are compared with each other."""
     task: Task
+    """Input of the agent and its verifier."""
     split: Split = Split.TRAIN
+    """Training or validation; validation rollouts are never trained."""
     sampling: Sampling | None = None
     """Sampling parameters of this rollout; None uses those of the run."""
 
@@ -153,6 +158,7 @@ class Attempt(Struct, frozen=True):
     """One try of a rollout. Its session id is `ROLLOUT_ID.N`."""
 
     rollout_id: str
+    """Id of the rollout that is tried."""
     n: int
     """Number of the try, from 1."""
 
@@ -174,7 +180,7 @@ class Attempt(Struct, frozen=True):
 
 
 class FailureKind(StrEnum):
-    """Which part caused a failure; `errors.RETRIED` has the kinds that are retried."""
+    """Component that caused a failure; `errors.RETRIED` has the kinds that are retried."""
 
     POLICY = "policy"
     TASK = "task"
@@ -183,27 +189,39 @@ class FailureKind(StrEnum):
 
 
 class Reason(StrEnum):
-    """What happened, within a failure kind."""
+    """Event that ended an attempt, within a failure kind."""
 
     RAISED = "raised"
+    """Code raised an exception."""
     REWARD = "reward"
+    """The reward is missing or not a finite number."""
     TIMEOUT = "timeout"
+    """A deadline passed."""
     BUDGET = "budget"
+    """The session's budget is spent."""
     CONTEXT = "context"
+    """The conversation exceeds the model's context."""
     LAUNCH = "launch"
+    """The runtime could not start the agent."""
     NO_AGENT = "no_agent"
     """The launched program does not run rollouts; it is not retried."""
     DIED = "died"
+    """The agent's process, container or machine ended without an outcome."""
     ENGINE = "engine"
+    """No engine answered a model call."""
     UPLOAD = "upload"
+    """A file or an outcome could not be written or read."""
     CANCELLED = "cancelled"
+    """The caller cancelled the rollout."""
 
 
 class Failure(Struct, frozen=True):
-    """Why an attempt has no reward."""
+    """Cause of an attempt without a verified reward."""
 
     kind: FailureKind
+    """Component that caused the failure; decides whether the rollout is retried."""
     reason: Reason
+    """Event that caused the failure."""
     message: str
     """One line for people: what failed, the value, what to do."""
     traceback: str = ""
@@ -214,10 +232,11 @@ class Outcome(Struct, frozen=True, kw_only=True):
     """Result of an attempt: a reward, or a failure. A policy failure may have both."""
 
     rollout_id: str
+    """Id of the rollout that was tried."""
     attempt: int
     """Number of the attempt, from 1."""
     reward: float | None = None
-    """The reward that trains; None for a failure without one."""
+    """Reward to train with; None for a failure without one."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Named rewards, combined by the trainer's reward weights."""
     turn_rewards: dict[str, float] = field(default_factory=dict)
@@ -227,6 +246,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers that the agent reports besides rewards; they are averaged in metrics.jsonl."""
     failure: Failure | None = None
+    """Failure of the attempt; None if it succeeded."""
     stop_reason: str = ""
     """Why the agent stopped, in its own words or as the failure's reason."""
 
@@ -252,7 +272,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
         return f"{self.rollout_id}.{self.attempt}"
 
     def reward_or_floor(self, floor: float) -> float | None:
-        """The reward that trains: `floor` for a policy failure without one, None for other failures."""
+        """Return the reward to train with: `floor` for a policy failure without one, else None."""
         if self.reward is not None:
             return self.reward
         return floor if self.failure and self.failure.kind is FailureKind.POLICY else None
@@ -265,7 +285,9 @@ class ToolCall(Struct, frozen=True, gc=False):
     """A tool call of the model."""
 
     id: str
+    """Call id, which the tool's result repeats."""
     name: str
+    """Name of the tool."""
     arguments: str
     """Arguments as sampled, JSON or not."""
 
@@ -290,7 +312,9 @@ class Image(Struct, frozen=True, kw_only=True):
     media_type: str
     """MIME type, such as image/png."""
     data: bytes | None = None
+    """Encoded bytes of the image; None if `url` is set."""
     url: str | None = None
+    """Address that the engine fetches; None if `data` is set."""
 
     def __post_init__(self) -> None:
         if (self.data is None) == (self.url is None):
@@ -301,6 +325,7 @@ class ImageSpan(Struct, frozen=True, gc=False):
     """Position of an image in token ids."""
 
     digest: str
+    """Digest of the image, see `Image.digest`."""
     start: int
     """Index of the first placeholder token."""
     length: int
@@ -311,21 +336,32 @@ class Message(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One message of a conversation, for reading; token ids for training come from `Turn`."""
 
     role: Role
+    """Author of the message."""
     content: str = ""
+    """Text, without images; empty if there is none."""
     reasoning: str = ""
+    """Reasoning text of the model; empty if there is none."""
     tool_calls: tuple[ToolCall, ...] = ()
+    """Tool calls of an assistant message, in order."""
     tool_call_id: str = ""
+    """Id of the tool call that a tool message answers; empty for other roles."""
     name: str = ""
+    """Name of the tool or participant; empty if the client sent none."""
     images: tuple[ImageRef, ...] = ()
+    """Images in `content`, in order."""
 
 
 class VersionSpan(Struct, frozen=True, array_like=True, gc=False):
     """Tokens [start, end) were sampled by a policy version in [low, high]."""
 
     start: int
+    """Index of the first token."""
     end: int
+    """Index after the last token."""
     low: int
+    """Oldest policy version that may have sampled these tokens."""
     high: int
+    """Newest policy version that may have sampled these tokens."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.start < self.end and 0 <= self.low <= self.high):
@@ -333,32 +369,43 @@ class VersionSpan(Struct, frozen=True, array_like=True, gc=False):
 
 
 class FinishReason(StrEnum):
+    """Why sampling ended."""
+
     STOP = "stop"
+    """The model sampled a stop token or a stop string."""
     LENGTH = "length"
+    """`max_tokens` or the context was reached."""
     ABORTED = "aborted"
+    """The call was cancelled."""
 
 
 class TurnStatus(StrEnum):
+    """Completeness of a recorded turn."""
+
     COMMITTED = "committed"
+    """The call is complete."""
     ABORTED = "aborted"
+    """The call ended early; the tokens sampled so far are recorded."""
     DANGLING = "dangling"
+    """The gateway process died during the call; sampled tokens are unknown."""
 
 
 class Link(Struct, frozen=True, gc=False):
     """Relation of a turn to another one that is not its parent."""
 
     type: Literal["edit", "retry", "fork", "compaction", "sub-agent"]
+    """Relation of this turn to the other one."""
     to: str
     """Id of the other turn."""
 
 
 class Constraint(Struct, frozen=True, kw_only=True, gc=False):
-    """Grammar of a reply: tokens that cannot lead to a match have no probability."""
+    """Grammar of a reply: tokens that cannot lead to a match have probability 0."""
 
     grammar: str
-    """A structural tag of xgrammar, as JSON. Engines and trainer compile the same text, see `masks`."""
+    """Structural tag of xgrammar, as JSON; engines and trainer compile the same text."""
     stop_ids: tuple[int, ...] = ()
-    """The tokens that may end the reply; allowed where the grammar is complete and nowhere else."""
+    """Tokens that may end the reply; allowed only where the grammar is complete."""
 
 
 class Turn(Struct, frozen=True, kw_only=True, gc=False):
@@ -383,8 +430,11 @@ class Turn(Struct, frozen=True, kw_only=True, gc=False):
     versions: tuple[VersionSpan, ...] = ()
     """Policy versions of the sampled ids, counted from the first of them."""
     finish_reason: FinishReason | None = None
+    """Why sampling ended; None for a turn without an end."""
     status: TurnStatus
+    """Whether the turn is complete; only committed turns are trained."""
     sampling: Sampling
+    """Sampling parameters of the call."""
     tier: str = ""
     """How the prompt was built: bridge, append, splice or full."""
     dialect: str = ""
@@ -398,8 +448,11 @@ class Turn(Struct, frozen=True, kw_only=True, gc=False):
     tools_digest: str = ""
     """Digest of the tool definitions."""
     tags: tuple[str, ...] = ()
+    """Labels from the gateway or the client's request."""
     links: tuple[Link, ...] = ()
+    """Relations to turns other than the parent."""
     constraint: Constraint | None = None
+    """Grammar of the reply; None if sampling was unconstrained."""
     started: float = 0.0
     """Wall-clock time of the request, in seconds."""
     first_token: float | None = None
@@ -427,22 +480,26 @@ class TurnRange(Struct, frozen=True):
     """Position of a turn's sampled tokens in a trajectory, and how they were sampled."""
 
     id: str
+    """Id of the turn."""
     start: int
     """Index of the first sampled token."""
     end: int
     """Index after the last sampled token."""
     temperature: float
+    """Sampling temperature; 0 is greedy."""
     truncated: bool = False
     """Whether top_p, top_k or greedy decoding removed tokens from the distribution."""
     tier: str = ""
     """How the prompt was built: bridge, append, splice or full."""
     constraint: Constraint | None = None
+    """Grammar of the reply; None if sampling was unconstrained."""
 
 
 class Trajectory(Struct, frozen=True, kw_only=True):
     """One training sequence."""
 
     token_ids: tuple[int, ...]
+    """Prompts and replies from the first token to the last trained one."""
     loss_mask: tuple[int, ...]
     """1 for tokens that this sequence trains, else 0."""
     logprobs: tuple[float, ...]
@@ -454,6 +511,7 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     weight: float
     """Share of the rollout's trained tokens, above 0 and at most 1; the shares of a rollout add up to 1."""
     images: tuple[ImageSpan, ...] = ()
+    """Images in `token_ids`."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.loss_mask), len(self.logprobs)}
@@ -480,7 +538,7 @@ class Trajectory(Struct, frozen=True, kw_only=True):
 
 
 def check_images(images: tuple[ImageSpan, ...], length: int, what: str) -> None:
-    """Images follow each other inside `length` ids."""
+    """Check that images are in order, do not overlap and lie inside `length` ids."""
     end = 0
     for image in images:
         if not end <= image.start < image.start + image.length <= length:
@@ -489,13 +547,13 @@ def check_images(images: tuple[ImageSpan, ...], length: int, what: str) -> None:
 
 
 def check_cover(spans: tuple[VersionSpan, ...], ranges: list[tuple[int, int]], what: str) -> None:
-    """Version spans cover each of the ranges token by token, and nothing else."""
+    """Check that version spans cover exactly the tokens of the ranges."""
     if _joined(ranges) != _joined((span.start, span.end) for span in spans):
         raise ValueError(f"{what}: version spans {[list(_fields(s)) for s in spans]} do not cover {ranges}")
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges that follow each other as one; those of no length are nothing."""
+    """Merge adjacent ranges and drop empty ones."""
     joined: list[tuple[int, int]] = []
     for start, end in ranges:
         if joined and joined[-1][1] == start:
@@ -527,9 +585,13 @@ class RolloutResult(Struct, frozen=True, kw_only=True):
     """A finished rollout: outcome, training sequences and turns of the attempt that counts."""
 
     rollout: Rollout
+    """Rollout that finished."""
     outcome: Outcome
+    """Outcome of the attempt that counts."""
     trajectories: tuple[Trajectory, ...] = ()
+    """Training sequences; empty if nothing can be trained."""
     excluded: tuple[Exclusion, ...] = ()
+    """Sampled turns that are not trained, with reasons."""
     turns: tuple[Turn, ...] = ()
     """All model calls, for reading."""
     attempts: int = 1
@@ -539,15 +601,18 @@ class RolloutResult(Struct, frozen=True, kw_only=True):
 
 
 class Group(Struct, frozen=True, kw_only=True):
-    """The finished rollouts of one task, which advantages compare with each other."""
+    """Finished rollouts of one task, whose rewards are compared with each other."""
 
     id: str
+    """Group id, the `group_id` of its rollouts."""
     task_id: str
+    """Id of the task that all rollouts share."""
     epoch: int
     """Epoch of the data set, from 0."""
     split: Split
+    """Training or validation."""
     finished: tuple[RolloutResult, ...]
-    """Every rollout of the group, failed ones too."""
+    """Every rollout of the group, including failed ones."""
     baseline: RolloutResult | None = None
     """Greedy rollout to compare with (ReMax); never trained. None without one."""
 
@@ -560,12 +625,12 @@ class Group(Struct, frozen=True, kw_only=True):
             raise ValueError(f"group {self.id} holds rollouts of other groups: {stray}")
 
     def unusable_because(self, quorum: int) -> str | None:
-        """Why this group cannot be trained on; None when it can."""
+        """Return why this group has too few rewards to train on; None if it has enough."""
         return too_few_rewards([f.outcome for f in self.finished], quorum)
 
 
 def too_few_rewards(outcomes: Sequence[Outcome], quorum: int) -> str | None:
-    """Why a group with fewer than `quorum` rewards is dropped; None if it has enough."""
+    """Return why a group with fewer than `quorum` rewards is dropped; None if it has enough."""
     carrying = sum(outcome.reward_or_floor(0.0) is not None for outcome in outcomes)
     if carrying >= quorum:
         return None

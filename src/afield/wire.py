@@ -1,9 +1,12 @@
-"""Types to bytes and back; the only place that knows the formats.
+"""Wire format: JSON documents and object keys shared between processes.
 
-Three documents cross process boundaries: the payload an agent is invoked with (a task's row plus
-`_rollout`), the outcome it leaves behind, and the commit (or fence) that makes an attempt count.
-Each stored document carries `"v": 1`; a reader refuses a version it does not know. Decoding names
-the field that is wrong. Keys of stored objects are made here and nowhere else.
+Three documents cross process boundaries:
+
+1. the payload of an agent: the task's input plus `_rollout` (`Invocation`);
+2. the outcome of an attempt (`OutcomeRecord`);
+3. the commit or fence that decides an attempt (`CommitRecord`).
+
+Stored documents have a format version `v`; readers refuse unknown versions. Decoding errors name the field.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ COMMITS, LATE, ADOPTED, FENCED = "commits", "late", "adopted", "fenced"
 HINT_SCHEMES = ("nats://", "tls://", "redis://", "rediss://")
 OWN_PARTS = frozenset({COMMITS, LATE, ADOPTED, FENCED})
 T = TypeVar("T")
-# Half of a pair of \\u escapes, after an even number of backslashes.
+# A \\u escape of half a surrogate pair, after an even number of backslashes.
 _LONE = re.compile(
     rb"(?<!\\)(?:\\\\)*(?P<lone>\\u[dD](?:[89aAbB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|[c-fC-F][0-9a-fA-F]{2}))"
 )
@@ -37,30 +40,45 @@ _PAIR = re.compile(rb"\\u[dD][89aAbB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}
 
 
 class Invocation(Struct, frozen=True, kw_only=True):
-    """The `_rollout` part of a payload: who the attempt is, where the model is, where the outcome goes.
+    """The `_rollout` object of a payload: ids, address of the model, destination of the outcome.
 
-    `base_url` is the session's base; OpenAI clients use `openai_base_url`. Unknown fields are kept
-    out of the way, so that a newer collector can talk to an older agent image. `seed` is for whatever the
-    agent draws at random: what broke and is tried again has the same. Who is `judged` hands in its work
-    and gives no reward; the `verifier` gives it afterwards, from a place of its own.
+    Unknown fields are ignored, so that a newer collector can invoke an older agent image.
     """
 
     exp_id: str
+    """Experiment id, the prefix of stored outcomes."""
     input_id: str
+    """Task id."""
     rollout_id: str
+    """Rollout id."""
     attempt: int
+    """Number of the attempt, from 1."""
     group_id: str
+    """Group id."""
     session_id: str
+    """Session id, `ROLLOUT_ID.ATTEMPT`."""
     base_url: str
+    """Base URL of the session; OpenAI clients use `openai_base_url`."""
     api_key: str
+    """Key of the session."""
     model_id: str
+    """Model name to send in requests."""
     sampling: Sampling | None = None
+    """Sampling parameters that the gateway applies; None if the collector sent none."""
     seed: int | None = None
+    """Seed for the agent's own random numbers, the same for every retry; None if not given."""
     outcome_url: str | None = None
+    """http:, https: or file: URL that takes the outcome; None with `s3_bucket`."""
     s3_bucket: str | None = None
+    """S3 bucket that takes the outcome; None with `outcome_url`."""
     sqs_url: str | None = None
+    """SQS queue for the hint; None sends no hint there."""
     hint_url: str | None = None
+    """NATS or Redis URL for the hint; None sends no hint there."""
     role: Literal["agent", "judged", "verifier"] = "agent"
+    """Role of the invoked program: an `agent` gives its own reward, a `judged` agent submits work, and the
+    `verifier` gives the reward for a submission.
+    """
 
     def __post_init__(self) -> None:
         for name in ("exp_id", "rollout_id", "group_id", "session_id"):
@@ -94,7 +112,7 @@ class Invocation(Struct, frozen=True, kw_only=True):
 
 
 def data_key(exp_id: str, input_id: str, session_id: str) -> str:
-    """A task's id is free text; as part of a key it must not climb, collide or outgrow a file name."""
+    """Key of an outcome. Task ids are free text: they are quoted, or hashed if too long or reserved."""
     part = quote(input_id, safe="")
     if part in {".", "..", *OWN_PARTS} or len(part) > MAX_PART:
         part = f"task-{hashlib.sha256(input_id.encode()).hexdigest()}"
@@ -106,22 +124,22 @@ def commit_key(exp_id: str, session_id: str) -> str:
 
 
 def late_key(exp_id: str, session_id: str) -> str:
-    """Where an outcome is kept that was refused."""
+    """Key of an outcome that was refused because the attempt was already decided."""
     return f"{exp_id}/{LATE}/{session_id}.json"
 
 
 def fenced_key(exp_id: str, session_id: str) -> str:
-    """Says that the attempt's commit is a fence, to whoever lists keys."""
+    """Key of an empty object that marks a fenced attempt in listings."""
     return f"{exp_id}/{FENCED}/{session_id}.json"
 
 
 def adopted_key(exp_id: str, session_id: str) -> str:
-    """Where the collector puts what it made of a result that came in another format."""
+    """Key of an outcome that the collector converted from another format."""
     return f"{exp_id}/{ADOPTED}/{session_id}.json"
 
 
 def runtime_session_id(session_id: str) -> str:
-    """The name of a session on AgentCore, which asks for 33 characters or more."""
+    """Session id on AgentCore, which requires at least 33 characters."""
     return f"afield-{hashlib.sha256(session_id.encode()).hexdigest()}"
 
 
@@ -131,7 +149,7 @@ def is_runtime_session_id(name: str) -> bool:
 
 
 def read_key(key: str) -> tuple[str, str, str] | None:
-    """(exp_id, the part between, session_id) of an object's key; None for a key of another make."""
+    """Split an object key into (exp_id, middle part, session_id); None for other keys."""
     exp_id, slash, rest = key.partition("/")
     part, last, name = rest.rpartition("/")
     session_id = name.removesuffix(".json")
@@ -146,9 +164,9 @@ def read_key(key: str) -> tuple[str, str, str] | None:
 
 
 def build_payload(task: Task, invocation: Invocation, submission: Submission | None = None) -> dict[str, Any]:
-    """The task's row, deep-copied for this attempt, plus `_rollout`; and what a verifier has to grade.
+    """Build a payload: a deep copy of the task's input, `_rollout` and, for verifiers, the submission.
 
-    The `hidden` object of a row goes to verifiers alone.
+    Only verifiers receive the task's `hidden` object.
     """
     payload = copy.deepcopy(task.input)
     if invocation.role != "verifier":
@@ -162,7 +180,7 @@ def build_payload(task: Task, invocation: Invocation, submission: Submission | N
 
 
 def read_payload(payload: object) -> Invocation:
-    """Check a payload before any work starts."""
+    """Validate a payload and return its `_rollout` object."""
     if not isinstance(payload, dict):
         raise WireError(f"the payload is a {type(payload).__name__}; it must be a JSON object")
     part = payload.get(ROLLOUT_FIELD)
@@ -175,18 +193,28 @@ def read_payload(payload: object) -> Invocation:
 
 
 class OutcomeRecord(Struct, frozen=True, kw_only=True):
-    """The data object of an attempt: the outcome, who it belongs to, and what the agent was given."""
+    """Stored data object of an attempt: ids, outcome and payload."""
 
     v: int = VERSION
+    """Format version."""
     exp_id: str
+    """Experiment id."""
     input_id: str
+    """Task id."""
     group_id: str
+    """Group id."""
     session_id: str
+    """Session id of the attempt."""
     outcome: Outcome
+    """Reward or failure of the attempt."""
     payload: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Payload that the agent received, for debugging; may be empty."""
     extra: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Additional JSON from the agent."""
     started: float = 0.0
+    """Wall-clock time of the agent's start, in seconds; 0 if unknown."""
     ended: float = 0.0
+    """Wall-clock time of the agent's end, in seconds; 0 if unknown."""
 
     @classmethod
     def of(cls, invocation: Invocation, outcome: Outcome, **rest: Any) -> Self:
@@ -201,20 +229,27 @@ class OutcomeRecord(Struct, frozen=True, kw_only=True):
 
 
 class Submission(Struct, frozen=True, kw_only=True):
-    """What a judged agent hands in: all that its verifier gets to see of it."""
+    """Submission of a judged agent, the only part of its work that the verifier receives."""
 
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    """Metrics of the agent."""
     stop_reason: str = ""
+    """Why the agent stopped."""
     artifacts: dict[str, Any] = msgspec.field(default_factory=dict)
+    """JSON for the verifier, its payload's `submission`."""
 
 
 class CommitRecord(Struct, frozen=True, kw_only=True):
-    """What decides an attempt: committed with its data, or fenced. The first writer wins."""
+    """Decision of an attempt: committed with its data, or fenced. The first write wins."""
 
     v: int = VERSION
+    """Format version."""
     session_id: str
+    """Session id of the attempt."""
     data_key: str = ""
+    """Key of the data object; empty for a fence."""
     fenced: str = ""
+    """Reason of the fence; empty for a commit."""
 
     def __post_init__(self) -> None:
         if bool(self.data_key) == bool(self.fenced):
@@ -222,10 +257,12 @@ class CommitRecord(Struct, frozen=True, kw_only=True):
 
 
 class Hint(Struct, frozen=True, kw_only=True):
-    """A queue message: something may have been committed. Never the truth."""
+    """Queue message: this attempt may have been decided; readers check the store."""
 
     exp_id: str
+    """Experiment id."""
     session_id: str
+    """Session id of the attempt."""
 
 
 def invocation_for(rollout: Rollout, attempt: Attempt, **where: Any) -> Invocation:
@@ -244,7 +281,7 @@ def invocation_for(rollout: Rollout, attempt: Attempt, **where: Any) -> Invocati
 
 
 def encode(value: object) -> bytes:
-    """JSON. A value JSON cannot hold, NaN and infinity among them, is an error rather than a null."""
+    """Encode as JSON. Raises WireError for values that JSON cannot represent, such as NaN and infinity."""
     try:
         _refuse_non_finite(msgspec.to_builtins(value))
         return msgspec.json.encode(value)
@@ -293,7 +330,7 @@ def failed(rollout_id: str, attempt: int, failure: Failure) -> Outcome:
 
 
 def json_problem(body: bytes, error: Exception) -> str:
-    """What is wrong with a body that is not JSON, in words that help its sender."""
+    """Explain why a body is not valid JSON; points at lone surrogate escapes by byte offset."""
     unpaired = _PAIR.sub(lambda pair: b" " * len(pair[0]), body)
     if isinstance(error, msgspec.DecodeError) and (match := _LONE.search(unpaired)):
         lone = match["lone"].decode()

@@ -1,6 +1,6 @@
-"""Engine: token ids in; token ids, their log-probabilities and the policy version out.
+"""Engine interface: sampling with token ids, log-probabilities and policy versions.
 
-An engine that can hold its calls still in the middle (their state kept, nothing lost) is `Pausable` too.
+Optional interfaces: `Pausable` (pause calls during a weight update) and `Queueing` (report queue length).
 """
 
 from __future__ import annotations
@@ -13,97 +13,120 @@ from msgspec import Struct
 from afield.types import Constraint, FinishReason, Image, Sampling, VersionSpan
 
 LogprobMode = Literal["processed", "tempered", "raw"]
+"""Distribution of reported log-probabilities: after temperature and truncation, after temperature, or raw."""
 TopLogprobs = tuple[tuple[int, float], ...]
-"""The likeliest tokens of one place and their log-probabilities, likeliest first."""
+"""Most likely tokens at one position with their log-probabilities, in descending order."""
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):
-    """What an engine serves and how far its word goes.
-
-    `logprobs` says which log-probabilities are reported: of the distribution drawn from, or (calls for
-    which that is another one are then refused) before truncation, or before temperature too. With
-    `exact_versions` a token's version is what the engine says sampled it; otherwise an interval. `notes`
-    are downgrades to tell people.
-    """
+    """Model, limits and features of an engine."""
 
     kind: str
+    """Engine type, such as vllm, sglang or torch."""
     version: int
+    """Policy version of the loaded weights."""
     max_context: int
+    """Largest number of tokens in prompt and reply together."""
     vocab_size: int
+    """Number of token ids."""
     images: bool = False
+    """Whether prompts may have images."""
     logprobs: LogprobMode = "processed"
+    """Distribution of reported log-probabilities. Calls that are sampled from another distribution are
+    refused.
+    """
     exact_versions: bool = True
+    """Whether the engine reports the exact policy version of each token; else an interval."""
     dtype: str = ""
-    """Dtype in which the engine holds its weights: float32, bfloat16 or float16; empty if it does not say."""
+    """Dtype of the loaded weights: float32, bfloat16 or float16; empty if unknown."""
     notes: tuple[str, ...] = ()
+    """Limitations of this engine, shown to the user."""
     constraints: bool = False
-    """Whether calls may have a constraint; one that comes to an engine without is refused with ValueError."""
+    """Whether calls may have a constraint; without support, `generate` raises ValueError for them."""
     max_top_logprobs: int = 0
-    """How many of the likeliest tokens a call may ask for at each place."""
+    """Largest `top_logprobs` of a call; 0 is no support."""
     prompt_logprobs: bool = False
-    """Whether calls may ask for the log-probabilities of their prompt."""
+    """Whether calls may ask for log-probabilities of the prompt."""
 
 
 class GenerateRequest(Struct, frozen=True, kw_only=True):
-    """One model call. `max_tokens` is already cut to what context and budget allow.
-
-    `images` stand, in order, where `prompt_ids` has the model's image placeholder, once for each (at
-    `image_places`, where given: a placeholder that the model sampled itself stands for nothing); the engine
-    expands it and says so in `Chunk.prompt_ids`. `base_ids`, where given, is the very object that
-    an earlier call of the session had as its prompt, with which this one's begins. `draw` names the random
-    numbers of a call without a seed: an engine that can gives the same for the same name (and a seed of
-    its own), else for the same id. An engine that detokenises may end the call (STOP) with the token that
-    completes one of the strings in `stop`, anywhere in what it samples; the caller looks for them itself.
-    Tokens that cannot lead to a match of `constraint` have no probability. `top_logprobs` and
-    `prompt_logprobs` ask for what `Chunk` has under these names, for so many tokens at each place.
-    """
+    """One model call."""
 
     id: str
+    """Call id, unique in the engine."""
     session_id: str
+    """Id of the session, for prefix caching and routing."""
     prompt_ids: tuple[int, ...]
+    """Prompt; has one placeholder token per image, which the engine expands."""
     sampling: Sampling
+    """Sampling parameters."""
     max_tokens: int
+    """Largest number of tokens to sample, already limited by context and budget."""
     stop_ids: tuple[int, ...]
+    """Tokens that end the call."""
     stream: bool = False
+    """Whether chunks are wanted as they are sampled; else one chunk at the end is enough."""
     base_ids: tuple[int, ...] = ()
+    """Prompt of an earlier call of the session that `prompt_ids` begins with, as the same object; empty if
+    there is none.
+    """
     images: tuple[Image, ...] = ()
+    """Images of the prompt, in the order of their placeholders."""
     image_places: tuple[int, ...] = ()
+    """Indexes of the image placeholders in `prompt_ids`; placeholders that the model sampled itself are not
+    among them. Empty takes all placeholders.
+    """
     draw: str = ""
+    """Key of the random numbers of a call without a seed: where supported, the same key samples the same
+    tokens. Empty uses `id`.
+    """
     stop: tuple[str, ...] = ()
+    """Stop strings. An engine that detokenizes may end the call at the token that completes one; the caller
+    checks for them itself in any case.
+    """
     constraint: Constraint | None = None
+    """Grammar of the reply; None samples freely."""
     top_logprobs: int = 0
+    """Number of most likely tokens to report at each sampled position; 0 is none."""
     prompt_logprobs: int | None = None
+    """Number of most likely tokens to report at each prompt position; None reports no prompt log-
+    probabilities.
+    """
 
 
 class Chunk(Struct, frozen=True, kw_only=True):
-    """Freshly sampled tokens. A stop token is sampled and therefore included.
-
-    Log-probabilities are those of the distribution the token was drawn from, temperature and
-    truncation applied; for greedy decoding (temperature 0) they are the untempered model's.
-    All tokens of a chunk were sampled by versions in [low, high]. The last chunk, and no other, has
-    a `finish`. When the engine made another prompt of the call's (images expanded), the first chunk
-    has it in `prompt_ids`. An engine that learns the exact versions only at the end tells them with the
-    last chunk: `versions` covers all tokens of the call, from the first, and replaces the intervals.
-    `queued_s`, of the first chunk, is how long the engine had no room for the call, where it says so.
-    `top_logprobs` has the likeliest tokens at the place of each of `token_ids`, where the call asks for them;
-    `prompt_logprobs`, of the first chunk, has each prompt token's own and then the likeliest ones; the first
-    token of a prompt has none.
-    """
+    """Newly sampled tokens of a call."""
 
     token_ids: tuple[int, ...]
+    """Sampled ids, including the stop token."""
     logprobs: tuple[float, ...]
+    """Log-probability of each sampled id under the distribution it was drawn from, with temperature and
+    truncation; for greedy decoding, under the model's distribution at temperature 1.
+    """
     low: int
+    """Oldest policy version that may have sampled these tokens."""
     high: int
+    """Newest policy version that may have sampled these tokens."""
     finish: FinishReason | None = None
+    """Why the call ended; set on the last chunk only."""
     prompt_ids: tuple[int, ...] | None = None
+    """Prompt with expanded images, on the first chunk; None if the prompt is unchanged."""
     versions: tuple[VersionSpan, ...] | None = None
+    """Exact versions of all tokens of the call, on the last chunk, from an engine that learns them late;
+    replaces `low` and `high`. None if those stand.
+    """
     queued_s: float = 0.0
+    """Seconds that the call waited in the engine's queue, on the first chunk; 0 if unknown."""
     top_logprobs: tuple[TopLogprobs, ...] = ()
+    """Most likely tokens at the position of each of `token_ids`; empty unless requested."""
     prompt_logprobs: tuple[TopLogprobs, ...] | None = None
+    """For each prompt token its own log-probability, then the most likely tokens, on the first chunk; empty
+    for the first token. None unless requested.
+    """
 
 
 class Engine(Protocol):
-    """`async with engine:` starts and stops it."""
+    """Inference engine; `async with engine:` starts and stops it."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -112,28 +135,28 @@ class Engine(Protocol):
     async def info(self) -> EngineInfo: ...
 
     def generate(self, call: GenerateRequest) -> AsyncGenerator[Chunk]:
-        """Chunks until one carries a finish. Closing the generator early abandons the call.
+        """Yield chunks until one has a finish. Closing the generator early cancels the call.
 
-        With `call.stream` unset the engine may answer in one chunk. A prompt the engine cannot take
-        raises ValueError before the first chunk; an engine that breaks raises Unavailable.
+        Without `call.stream` the engine may answer in one chunk. Raises ValueError before the first chunk for
+        a call that the engine cannot serve, and Unavailable if the engine fails.
         """
         ...
 
     async def load(self, version: int, path: str) -> None:
-        """Serve the weights in this directory as `version`: a whole model, or an adapter as peft saves it.
+        """Serve the weights in this directory as `version`: a full model or a PEFT adapter.
 
-        Calls in flight go on, with the new weights; an engine that serves several adapters at once lets them
-        go on with their own. Repeating the current version is harmless; a lower one is refused with Conflict.
+        Calls in flight continue with the new weights; an engine that serves several adapters at once
+        continues them with their own. Repeating the current version is harmless; a lower one raises Conflict.
         """
         ...
 
 
 @runtime_checkable
 class Pausable(Protocol):
-    """An engine that can hold still. Both are harmless when repeated."""
+    """Engine that can pause calls in flight. Repeating either method is harmless."""
 
     async def pause(self) -> None:
-        """Calls in flight sample nothing more until `resume`; none of them ends or fails for it."""
+        """Stop sampling until `resume`. Calls in flight keep their state and neither end nor fail."""
         ...
 
     async def resume(self) -> None: ...
@@ -141,8 +164,8 @@ class Pausable(Protocol):
 
 @runtime_checkable
 class Queueing(Protocol):
-    """An engine that says how many calls wait in its own queue, whoever asked them."""
+    """Engine that reports the length of its own queue, including calls of other clients."""
 
     async def waiting(self) -> int | None:
-        """Calls that it has no room for now; None where it does not say."""
+        """Return the number of queued calls; None if unknown."""
         ...
