@@ -16,7 +16,7 @@ NO_PROCESS = (FileNotFoundError, ProcessLookupError)
 
 
 def adopt_orphans() -> None:
-    """Make this process the child subreaper: orphaned descendants become its children, not init's."""
+    """Make this process a child subreaper: orphaned descendants become its children."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -41,7 +41,7 @@ def children(pid: int) -> list[int]:
 
 
 def start_time(pid: int) -> str:
-    """Start time in kernel clock ticks since boot, which tells reused process ids apart.
+    """Start time of a process in clock ticks since boot; distinguishes reused process ids.
 
     Empty if the process does not exist, is a zombie, or the system has no /proc.
     """
@@ -64,21 +64,22 @@ def resident_mb(pid: int) -> int:
 
 
 def signal_process(pid: int, number: int) -> None:
-    """Send a signal; a process that has ended, or that belongs to another user, is ignored."""
+    """Send a signal; ignores processes that have ended or belong to another user."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 
 
 def signal_group(pid: int, number: int) -> None:
-    """Send a signal to the process group `pid`; a group that has ended is ignored."""
+    """Send a signal to the process group `pid`; ignores a group that has ended or belongs to another user."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
 
 
 def kill_children(spared: Set[int] = frozenset(), timeout_s: float = KILL_TIMEOUT_S) -> None:
-    """Kill and reap all descendants of this process but `spared` and theirs.
+    """Kill and reap all descendants of this process, except `spared` and their descendants.
 
-    Needs `adopt_orphans`: each killed child hands over its own children, until none is left.
+    Requires `adopt_orphans`: killed children hand over their own children, until none is left or `timeout_s`
+    seconds have passed.
     """
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

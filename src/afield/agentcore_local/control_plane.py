@@ -173,7 +173,7 @@ class LocalAgentRuntime:
             raise ServiceError("ConflictException", "DEFAULT lives as long as its agent; delete the agent")
         del self.endpoints[name]
 
-    # --- as the service shows them ---------------------------------------------------------------
+    # --- API representations ---------------------------------------------------------------------
 
     def summary(self, version: RuntimeVersion) -> dict[str, object]:
         return {

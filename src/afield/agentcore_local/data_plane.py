@@ -134,7 +134,7 @@ class DataPlane:
             await self._sessions.stop(session)
         await request.answer(200, {}, [(SESSION, key[2])])
 
-    # --- what is asked for -----------------------------------------------------------------------
+    # --- request parsing -------------------------------------------------------------------------
 
     def _wanted(self, request: ApiRequest, arn: str) -> tuple[LocalAgentRuntime, Key, SessionSpec]:
         runtime = self._control.find(arn)

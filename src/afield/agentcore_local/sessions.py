@@ -169,7 +169,7 @@ class LocalSessions:
     def __len__(self) -> int:
         return len(self._alive)
 
-    # --- one life --------------------------------------------------------------------------------
+    # --- session lifecycle -----------------------------------------------------------------------
 
     async def _live(self, session: LocalSession) -> None:
         starting = asyncio.create_task(self._start(session))

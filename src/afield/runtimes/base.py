@@ -1,7 +1,7 @@
-"""Attempt table: the attempts of one runtime, running and ended.
+"""Attempt table of a runtime: running and ended attempts.
 
-An exit is recorded once; later ones change nothing. Ended attempts are remembered up to a bound, so that
-repeated calls stay harmless and memory stays bounded.
+An exit is recorded once; later exits of the same attempt are ignored. The table remembers the last
+`REMEMBERED` ended attempts, so repeated calls are harmless and memory is bounded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ E = TypeVar("E", bound=AfieldError)
 
 
 class AttemptTable:
-    """Attempts by session id. Not thread-safe: used from one event loop."""
+    """Attempts by session id. Not thread-safe: use it from one event loop."""
 
     def __init__(self) -> None:
         self._running: dict[str, asyncio.Future[Exit]] = {}
@@ -31,7 +31,7 @@ class AttemptTable:
         return iter(list(self._running))
 
     def begin(self, session_id: str) -> bool:
-        """Add a running attempt; False if it is running or has ended."""
+        """Add a running attempt; returns False if it is already running or has ended."""
         if session_id in self._running or session_id in self._ended:
             return False
         self._running[session_id] = asyncio.get_running_loop().create_future()
@@ -44,7 +44,7 @@ class AttemptTable:
         launches: dict[str, asyncio.Task[E | None]],
         start: Callable[[], asyncio.Task[E | None]],
     ) -> None:
-        """Launch an attempt, or join its launch in progress; an attempt that has ended is not launched again.
+        """Launch an attempt, or join its launch in progress. Does not launch an attempt that has ended.
 
         Raises the failure that the task of `start` returns.
         """
@@ -52,22 +52,21 @@ class AttemptTable:
             launches[session_id] = start()
             launches[session_id].add_done_callback(lambda _: launches.pop(session_id, None))
         if task := launches.get(session_id):
-            # Shielded: a caller that gives up can still stop what it launched.
+            # Shield: cancelling one caller must not cancel the launch, which other callers may have joined.
             failure = await asyncio.shield(task)
             if failure is not None:
                 raise failure
 
     def is_running(self, session_id: str) -> bool:
-        """Whether the attempt has begun and no exit is recorded."""
         return session_id in self._running
 
     def has_finished(self, session_id: str) -> bool:
-        """Whether the attempt ended by itself, without a failure."""
+        """Whether the attempt ended without a failure."""
         ended = self._ended.get(session_id)
         return ended is not None and ended.failure is None
 
     def record_exit(self, session_id: str, exit: Exit) -> None:
-        """Record how a running attempt ended and wake its waiters."""
+        """Record the exit of a running attempt and wake its waiters."""
         future = self._running.pop(session_id, None)
         if future is None:
             return
@@ -79,13 +78,13 @@ class AttemptTable:
             future.set_result(exit)
 
     def discard(self, session_id: str, exit: Exit) -> None:
-        """Remove an attempt that never started, so that it can be launched again; waiters get `exit`."""
+        """Remove an attempt that never started, so that it can be launched again. Waiters get `exit`."""
         if self.is_running(session_id):
             self.record_exit(session_id, exit)
             del self._ended[session_id]
 
     def status(self, session_id: str, where: str = "", *, starting: bool = False) -> SessionStatus:
-        """Phase of an attempt in this process; `where` and `starting` apply while it runs."""
+        """Status of an attempt as this process knows it; `where` and `starting` apply only while it runs."""
         if not self.is_running(session_id):
             phase = Phase.ENDED if session_id in self._ended else Phase.UNKNOWN
             return SessionStatus(session_id=session_id, phase=phase)
@@ -95,9 +94,9 @@ class AttemptTable:
         )
 
     async def wait(self, session_id: str) -> Exit:
-        """Wait for the exit; an unknown attempt counts as dead."""
+        """Wait for the exit. An unknown attempt returns a failed exit with reason DIED."""
         if future := self._running.get(session_id):
-            # Shielded: one waiter that gives up must not end the attempt for the others.
+            # Shield: cancelling one waiter must not cancel the future for the others.
             return await asyncio.shield(future)
         return self._ended.get(session_id) or failed_exit(f"{session_id} is not running here", Reason.DIED)
 

@@ -1,7 +1,7 @@
 """Inline runtime: runs agents in threads of this process, for notebooks and tests.
 
-Stopping cancels an async agent. A thread cannot be killed: a stopped sync agent runs until it returns, and
-the fence rejects its outcome. A crash of this process ends its agents.
+`stop` cancels async agents. A sync agent runs in a thread, which cannot be killed: it runs until it returns,
+and the fence rejects its outcome. Agents die with this process.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ Deliver = Callable[[Invocation, OutcomeRecord], Awaitable[bool]]
 
 
 class InlineRuntime:
-    """Runtime without isolation. Outcomes go to the address in `_rollout`, or through `deliver` (such as
-    the memory transport's own).
+    """Runtime without isolation.
+
+    Outcomes go to the address in `_rollout`, or through `deliver` if it is set, e.g. to a memory transport.
     """
 
     def __init__(self, agent: Callable[..., Any], deliver: Deliver | None = None) -> None:
@@ -52,7 +53,8 @@ class InlineRuntime:
             return asyncio.run_coroutine_threadsafe(delivery, loop).result(DELIVERY_S)
 
         def ended(session_id: str) -> None:
-            # The loop is closed when an agent outlives its notebook cell; nobody waits then.
+            # The loop is closed if the agent outlives it, e.g. in a notebook; then no task waits for the
+            # exit.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._attempts.record_exit, session_id, Exit())
 
@@ -68,7 +70,7 @@ class InlineRuntime:
             self._runner.close()
 
     async def check(self) -> None:
-        """Nothing to check: the agent is a function of this process."""
+        """No-op: the agent is a function of this process."""
 
     async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
         if self._runner is None:
@@ -86,7 +88,7 @@ class InlineRuntime:
             raise RateLimited(str(error)) from error
 
     async def adopt(self, attempt: Attempt) -> bool | None:
-        """True only for attempts of this process: agents end with their process."""
+        """True only for attempts launched by this process: agents end with it."""
         return self._attempts.is_running(attempt.session_id)
 
     async def wait(self, attempt: Attempt) -> Exit:
@@ -105,7 +107,7 @@ class InlineRuntime:
         return [self._attempts.status(session_id, f"pid {os.getpid()}") for session_id in self._attempts]
 
     async def logs(self, attempt: Attempt) -> str:
-        """Empty: the agent's output is this process's output."""
+        """Always empty: agents print to this process's own output."""
         return ""
 
 

@@ -1,6 +1,6 @@
 """HTTP client for agent servers: `POST /invocations`, `DELETE /invocations/ID`, `GET /ping`.
 
-Each function sends one request without retries. All runtimes share this interpretation of error statuses.
+Each function sends one request without retries. Runtimes share this mapping of error statuses to failures.
 """
 
 from __future__ import annotations
@@ -20,21 +20,24 @@ from afield.types import Attempt, Reason
 REQUEST_S = 30.0
 CONNECT_S = 5.0
 MAX_ANSWER_BYTES = 1024 * 1024
-ACCEPTED = "processing"  # the status a rollout app answers an invocation with
-SHOWN_CHARS = 200  # characters of any other answer
-# The place is wrong, not the payload.
+ACCEPTED = "processing"  # status in a rollout app's answer to an invocation
+SHOWN_CHARS = 200  # characters of an unexpected answer in error messages
+# Statuses that blame the server or the credentials, not the payload.
 WRONG_SERVER = frozenset({401, 403, 404, 405, 407, 408})
-# It takes no more for now.
+# Statuses of a server that accepts no more sessions at present.
 BUSY = frozenset({429, 503})
 NO_ANSWER = (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError)
 
 
 class PingResponse(Struct, frozen=True):
-    """Answer to `/ping`."""
+    """Answer to `GET /ping`."""
 
     status: str
+    """Health of the server: `Healthy` if idle, `HealthyBusy` while sessions run."""
     active: list[str] | None = None
+    """Ids of running sessions; None if the server does not list sessions."""
     instance: str = ""
+    """Id of the server process, which changes with each restart; empty if the server sends none."""
 
 
 class _InvocationResponse(Struct, frozen=True):
@@ -49,10 +52,10 @@ async def post(
     payload: dict[str, Any],
     key: InvocationKey | None = None,
 ) -> str:
-    """Send a payload, signed with `key`; returns the server's instance id, empty if it sends none.
+    """Send a payload, signed with `key`; returns the server's instance id, or "" if it sends none.
 
-    Raises TaskFailure, InfrastructureFailure or RateLimited by status, and aiohttp's error if there is no
-    answer.
+    Raises TaskFailure, InfrastructureFailure or RateLimited depending on the status, and aiohttp's error if
+    there is no answer.
     """
     headers = {
         "Content-Type": "application/json",
@@ -72,10 +75,10 @@ async def post(
 
 
 def check_accepted(session_id: str, answer: bytes, where: str) -> None:
-    """Check that the answer is a rollout app's; raises TaskFailure otherwise.
+    """Check that an answer comes from a rollout app; raises TaskFailure otherwise.
 
-    For runtimes without any other sign that the server runs rollouts: one that answers differently delivers
-    no outcome, and a retry does not help.
+    For runtimes that have no other evidence that the server runs rollouts: any other server never delivers an
+    outcome, and retries do not help.
     """
     if _decode(answer).status == ACCEPTED:
         return
@@ -95,7 +98,7 @@ def _decode(answer: bytes) -> _InvocationResponse:
 
 
 async def ping(http: aiohttp.ClientSession, url: str, timeout_s: float = REQUEST_S) -> PingResponse:
-    """Raises one of NO_ANSWER if there is no answer, or an unreadable one."""
+    """Send `GET /ping`; raises one of NO_ANSWER if there is no readable answer."""
     timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, CONNECT_S))
     async with http.get(f"{url}/ping", timeout=timeout) as response:
         response.raise_for_status()
@@ -105,9 +108,7 @@ async def ping(http: aiohttp.ClientSession, url: str, timeout_s: float = REQUEST
 async def delete(
     http: aiohttp.ClientSession, url: str, attempt: Attempt, key: InvocationKey | None = None
 ) -> None:
-    """Ask the server to stop a session. A server without this route answers with an error status, which is
-    ignored.
-    """
+    """Ask the server to stop a session; error statuses, e.g. of servers without this route, are ignored."""
     timeout = aiohttp.ClientTimeout(total=CONNECT_S)
     headers = key.sign("DELETE", f"/invocations/{attempt.session_id}") if key else {}
     address = f"{url}/invocations/{quote(attempt.session_id)}"
@@ -116,7 +117,7 @@ async def delete(
 
 
 async def _read_body(response: aiohttp.ClientResponse) -> bytes:
-    """Read a response body up to MAX_ANSWER_BYTES: an agent may send anything, without end."""
+    """Read a response body up to MAX_ANSWER_BYTES: an agent's answer may be endless."""
     said = b""
     async for piece in response.content.iter_any():
         said += piece
@@ -127,7 +128,9 @@ async def _read_body(response: aiohttp.ClientResponse) -> bytes:
 
 
 def failure_of(attempt: Attempt, status: int, said: str) -> RolloutFailure:
-    """Failure that an agent's error status stands for."""
+    """Map an agent's error status to a failure: most 4xx statuses are task failures, all others
+    infrastructure failures.
+    """
     kind = TaskFailure if 400 <= status < 500 and status not in WRONG_SERVER | BUSY else InfrastructureFailure
     return kind(_message(attempt, status, said), Reason.LAUNCH)
 
@@ -143,7 +146,7 @@ def _message(attempt: Attempt, status: int, said: str) -> str:
 
 
 def _retry_after(response: aiohttp.ClientResponse) -> float | None:
-    """Retry-After in seconds; its date form is not read."""
+    """Retry-After in seconds; None if absent or given as a date."""
     try:
         return max(0.0, float(response.headers.get("Retry-After", "")))
     except ValueError:

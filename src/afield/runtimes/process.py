@@ -1,4 +1,4 @@
-"""Process runtime: warm worker processes for many attempts, or one process per attempt.
+"""Process runtime: reused worker processes, or one process per attempt.
 
 1. A worker serves the agent with `afield.sdk.serve` and writes to a log file. It runs under a guard
 (`afield.sdk.guard`) that kills it and all its descendants when this process ends, even after SIGKILL.
@@ -6,8 +6,8 @@
 3. A thread cannot be killed, so stopping an attempt retires its worker: it gets no new attempts and is killed
 when its other attempts have ended.
 
-An attempt that delivers right before its worker dies is still reported dead; the outcome in the store
-decides.
+An attempt that delivers its outcome right before its worker dies is still reported dead. The caller must
+prefer the stored outcome.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class WorkerCommand(Struct, frozen=True):
     """Command line and environment of a worker process."""
 
     argv: tuple[str, ...]
-    """Ends before the descriptor that is told the port."""
+    """Command line, without the number of the file descriptor that receives the port; `start` appends it."""
     env: Mapping[str, str] | None
-    """None hands on our own."""
+    """Environment of the worker; None inherits this process's environment."""
     timeout_s: float
-    """How long it may take until it serves."""
+    """Time limit from start until the worker serves, in seconds."""
     key: InvocationKey
-    """What invocations are signed with; the worker gets it through a pipe."""
+    """Key that signs invocations; the worker receives it through a pipe."""
 
 
 def worker_command(
@@ -59,8 +59,9 @@ def worker_command(
     timeout_s: float,
     outcome_root: Path = Path("/"),
 ) -> WorkerCommand:
-    """Build the command that serves `target`; `env` None passes on this process's environment, and
-    `env_drop` names variables to leave out.
+    """Build the command that serves `target`.
+
+    `env` None inherits this process's environment; `env_drop` lists variables to remove from it.
     """
     serve = (sys.executable, "-u", "-m", "afield.sdk.serve", target, "--watch-stdin")
     serve += ("--outcome-root", str(outcome_root), "--ready-fd")
@@ -72,7 +73,7 @@ def worker_command(
 
 
 def _pipe_with(data: bytes) -> int:
-    """Read end of a pipe that holds `data`, which must fit into the kernel's buffer."""
+    """Return the read end of a pipe that holds `data`, which must fit into the pipe's kernel buffer."""
     reading, writing = os.pipe()
     os.write(writing, data)
     os.close(writing)
@@ -98,8 +99,9 @@ class AgentWorker:
         self._key: InvocationKey | None = None
 
     async def start(self, command: WorkerCommand) -> None:
-        """Start the process and wait until `/ping` works; raises InfrastructureFailure with the tail of
-        the log.
+        """Start the process and wait until it reports its port.
+
+        Raises InfrastructureFailure with the tail of the log if it fails or times out.
         """
         ready: IO[bytes] | None = None
         writing = key_fd = -1
@@ -168,7 +170,8 @@ class AgentWorker:
         if self._process is None:
             return "never started"
         code = await self._process.wait()
-        # It ended what the agent started; unless it was killed itself, when its group may outlive it.
+        # The guard kills the agent's descendants on exit. If the guard itself was killed, its process group
+        # may survive.
         if not self._reaped:
             signal_group(self._process.pid, signal.SIGKILL)
         self._reaped = True
@@ -178,7 +181,7 @@ class AgentWorker:
         return f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
 
     async def wait_within(self, seconds: float) -> str | None:
-        """Wait up to `seconds`; None if the process is still running."""
+        """Wait up to `seconds`; returns None if the process is still running."""
         try:
             async with asyncio.timeout(seconds):
                 return await self.wait()
@@ -186,14 +189,15 @@ class AgentWorker:
             return None
 
     def kill(self) -> None:
-        """Kill the process and all its descendants, also one that is about to start. Repeating is
-        harmless.
+        """Kill the process and all its descendants; a process that is about to start is killed at once.
+
+        Repeating is harmless.
         """
         self.ready, self._killed = False, True
         if self._process is not None and not self._reaped:
             if self._process.stdin is not None:
                 self._process.stdin.close()
-            # The guard sees it even where an agent has stopped its whole group.
+            # Continue the guard: an agent can have stopped its whole process group.
             signal_group(self._process.pid, signal.SIGCONT)
 
     def tail(self) -> str:
@@ -201,7 +205,7 @@ class AgentWorker:
 
     @property
     def log_size(self) -> int:
-        """Bytes in the log."""
+        """Log size in bytes."""
         try:
             return self.log.stat().st_size
         except OSError:
@@ -216,7 +220,7 @@ class AgentWorker:
         try:
             await invocations.post(http, self._url, attempt, payload, self._key)
         except RateLimited as error:
-            # Its places are counted here: one that has no thread left is a place that broke.
+            # This runtime counts the worker's slots itself, so a full worker is an infrastructure failure.
             raise InfrastructureFailure(str(error), Reason.LAUNCH) from error
 
     async def active_sessions(self, http: aiohttp.ClientSession) -> set[str]:
@@ -226,7 +230,7 @@ class AgentWorker:
 # Below the 30 s after which a worker closes an idle connection.
 KEEPALIVE_S = 10.0
 REAP_S = 10.0
-# How long after its connection broke a dead process is noticed at the latest.
+# Time to notice that a worker died after its connection broke, in seconds.
 EXIT_NOTICE_S = 1.0
 BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
@@ -236,10 +240,10 @@ T = TypeVar("T")
 class ProcessRuntime:
     """Runs agents in processes of this machine.
 
-    `target` is what `afield.sdk.serve` takes: `path/to/file.py:name` or `package.module:name`. `concurrency`
-    limits the attempts of each warm worker or, with `fresh`, the number of processes. `env` None passes on
-    this process's environment. Workers accept only requests signed by this runtime, and write `file:`
-    outcomes below `outcome_root` only.
+    `target` is a target of `afield.sdk.serve`: `path/to/file.py:name` or `package.module:name`. `concurrency`
+    limits the attempts per worker or, with `fresh`, the number of processes; None means no limit. `env` None
+    inherits this process's environment. Workers accept only requests signed by this runtime, and write
+    `file:` outcomes only below `outcome_root`.
     """
 
     def __init__(
@@ -315,11 +319,12 @@ class ProcessRuntime:
     def capabilities(self) -> Capabilities:
         return Capabilities(isolation="process")
 
-    # --- the verbs -------------------------------------------------------------------------------
+    # --- runtime interface -----------------------------------------------------------------------
 
     async def check(self) -> None:
-        """Wait until the warm workers, or one test process, are ready; raises UsageError with the reason
-        if one fails.
+        """Wait until all workers, or one test process if `fresh`, are ready.
+
+        Raises UsageError with the reason if one fails to start.
         """
         started = [w for w in self._workers if not w.retired] or [self._spawn(f"check-{os.getpid()}")]
         while not all(worker.ready or worker.start_error for worker in started):
@@ -339,7 +344,7 @@ class ProcessRuntime:
         )
 
     async def adopt(self, attempt: Attempt) -> bool | None:
-        """True only for attempts of this process: workers end with it."""
+        """True only for attempts launched by this process: workers end with it."""
         return self._attempts.is_running(attempt.session_id)
 
     async def wait(self, attempt: Attempt) -> Exit:
@@ -361,7 +366,7 @@ class ProcessRuntime:
         return [self._status(session_id) for session_id in self._attempts]
 
     async def logs(self, attempt: Attempt) -> str:
-        """Log from the attempt's start; attempts of the same warm worker share a log."""
+        """Log from the attempt's start; concurrent attempts of the same worker share a log."""
         log, start = self._logs.get(attempt.session_id, (self._log_dir / f"{attempt.session_id}.log", 0))
         return await asyncio.to_thread(tail, log, LOG_BYTES, start)
 
@@ -383,7 +388,7 @@ class ProcessRuntime:
         return None
 
     async def _warm_worker(self, session_id: str) -> AgentWorker:
-        """Wait for a slot in the least loaded warm worker."""
+        """Wait for a free slot and assign it in the least loaded worker."""
         missed = self._start_error
         if self._failed_starts == 0 or asyncio.get_running_loop().time() >= self._retry_at:
             self._start_missing()
@@ -399,7 +404,7 @@ class ProcessRuntime:
             await self._changed.wait()
 
     async def _new_worker(self, session_id: str) -> AgentWorker:
-        """Start a process for this attempt."""
+        """Start a process for this attempt and wait until it is ready."""
         while self._concurrency is not None and len(self._workers) >= self._concurrency:
             await self._changed.wait()
             self._check_not_stopped(session_id)
@@ -441,19 +446,19 @@ class ProcessRuntime:
         self._notify()
 
     def _record_log(self, worker: AgentWorker, session_id: str) -> None:
-        """Record which part of a warm worker's log was written during the session."""
+        """Record which part of a shared log was written during the session."""
         log, start = self._logs.get(session_id, (worker.log, 0))
         if not self._fresh and log == worker.log:
             record_slice(self._log_dir, LogSlice(session_id, log.name, start, worker.log_size))
 
     async def _post(self, worker: AgentWorker, attempt: Attempt, payload: dict[str, Any]) -> None:
-        """Post with one retry if the connection breaks: posting is idempotent."""
+        """Post with one retry if the connection breaks; posting is idempotent."""
         for last in (False, True):
             try:
                 await worker.post(self._http, attempt, payload)
                 return
             except TimeoutError as error:
-                # It may have taken the payload or not: nothing more goes there.
+                # It is unknown whether the worker accepted the payload: give it no further attempts.
                 worker.retired = True
                 raise _rejected(worker, attempt, "it did not answer in time", Reason.LAUNCH) from error
             except (aiohttp.ClientError, OSError) as error:
@@ -465,11 +470,11 @@ class ProcessRuntime:
     # --- workers ---------------------------------------------------------------------------------
 
     def _start_missing(self) -> None:
-        """Start warm workers up to the configured number."""
+        """Start workers up to the configured number."""
         serving = sum(not worker.retired for worker in self._workers)
         for _ in range(self._size - serving if self._open else 0):
             self._started += 1
-            # The process id keeps the logs of a run that is resumed apart.
+            # The process id separates the logs of a resumed run from those of earlier processes.
             self._spawn(f"worker-{os.getpid()}-{self._started}")
 
     def _spawn(self, name: str) -> AgentWorker:
@@ -478,7 +483,7 @@ class ProcessRuntime:
         return worker
 
     async def _run_worker(self, worker: AgentWorker) -> None:
-        """A worker's whole life, from its start until nothing of it is left."""
+        """Run one worker from its start until its process has been reaped."""
         polling: asyncio.Task[None] | None = None
         try:
             await worker.start(self._command)
@@ -495,12 +500,13 @@ class ProcessRuntime:
             self._workers.pop(worker, None)
             self._notify()
             await worker.wait_within(REAP_S)
-        # One that never served is replaced by a later launch: a target that keeps dying must not spin.
+        # The next launch replaces a worker that never served: a target that always dies must not restart in a
+        # loop.
         if worker.served:
             self._start_missing()
 
     def _record_failed_start(self, worker: AgentWorker, problem: InfrastructureFailure) -> None:
-        """Remember why a worker failed to start; consecutive failures back off exponentially."""
+        """Store why a worker failed to start; consecutive failures back off exponentially."""
         self._start_error = worker.start_error = problem
         wait_s = min(BACKOFF_S * 2**self._failed_starts, MAX_BACKOFF_S)
         self._retry_at = asyncio.get_running_loop().time() + wait_s
@@ -528,13 +534,13 @@ class ProcessRuntime:
             try:
                 active = await worker.active_sessions(self._http)
             except NO_ANSWER:
-                # A worker that is dead is buried by `_life`; one that is only busy is asked again.
+                # `_run_worker` handles a dead worker; a busy worker gets the next ping.
                 continue
             for session_id in expected - active:
                 self._attempts.record_exit(session_id, Exit())
                 self._release(worker, session_id)
 
-    # --- small things ----------------------------------------------------------------------------
+    # --- helpers ---------------------------------------------------------------------------------
 
     def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         return self._group.create_task(work)
@@ -551,5 +557,5 @@ def _rejected(worker: AgentWorker, attempt: Attempt, why: str, reason: Reason) -
 
 
 def _copy(failure: InfrastructureFailure) -> InfrastructureFailure:
-    """New exception with the same content: a raised exception collects tracebacks."""
+    """New exception with the same content: raising one instance repeatedly would accumulate tracebacks."""
     return InfrastructureFailure(str(failure), failure.reason)

@@ -1,11 +1,11 @@
-"""Session registry of a run: which sessions run, where, and under which controller.
+"""Session registry of a run: running sessions and the controllers that own them.
 
 1. A session is recorded before its launch and removed when it has ended, so that a killed controller leaves a
 row for each session that may still run.
-2. Controllers are process ids with start times, which tells reused process ids apart.
-3. Rows of sessions that end with their controller are removed with it.
+2. A controller is identified by host, process id and start time, which distinguishes reused process ids.
+3. Rows of sessions that end with their controller are removed once the controller is dead.
 
-Several processes may use one registry.
+Several processes may share one registry.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ COLUMNS = "session_id, runtime, place, phase, owner, since, outlives, process"
 
 
 class ProcessRef(Struct, frozen=True):
-    """Reference to a process of some machine."""
+    """Reference to a process on some machine."""
 
     host: str
     """Host name of the machine."""
     pid: int
+    """Process id on that machine."""
     started: str
-    """Start time in kernel ticks; empty if the system does not tell."""
+    """Start time in clock ticks since boot; empty if the system does not provide it."""
 
     def __str__(self) -> str:
         return f"{self.host}:{self.pid}:{self.started}"
@@ -66,7 +67,7 @@ class ProcessRef(Struct, frozen=True):
 
     @property
     def alive(self) -> bool | None:
-        """None for a process of another machine."""
+        """Whether the process runs; None for a process of another machine."""
         if not self.here:
             return None
         if self.started:
@@ -81,26 +82,28 @@ class ProcessRef(Struct, frozen=True):
 
 
 class SessionEntry(Struct, frozen=True, kw_only=True):
-    """One session of the registry."""
+    """One row of the registry."""
 
     session_id: str
+    """Id of the attempt's session."""
     runtime: str
     """Name of the runtime, such as `docker`."""
     where: str
-    """Where it runs, for operators."""
+    """Location for operators, such as `pid 4711`; empty if unknown."""
     phase: Phase
+    """Phase at the last update."""
     owner: ProcessRef
-    """Controller that launched or adopted it."""
+    """Controller that launched or adopted the session."""
     since: float
     """Launch time in seconds since the epoch."""
     outlives: bool
-    """Whether it goes on when its controller dies."""
+    """Whether the session continues when its controller dies."""
     process: ProcessRef | None = None
-    """Process that runs it on this machine, if known."""
+    """Local process that runs the session; None if unknown or not on this machine."""
 
     @property
     def orphan(self) -> bool:
-        """Whether the controller that launched it is dead."""
+        """Whether the owner is known to be dead."""
         return self.owner.alive is False
 
 
@@ -121,7 +124,7 @@ class SessionRegistry:
     def record(
         self, session_id: str, runtime: str, owner: ProcessRef, *, outlives: bool, phase: Phase
     ) -> None:
-        """Record a session before its launch, or a new owner and phase when it is adopted."""
+        """Record a session before its launch; for an adopted session, update owner, phase and runtime."""
         self._db.execute(
             f"INSERT INTO sessions ({COLUMNS}) VALUES (?, ?, '', ?, ?, ?, ?, '') ON CONFLICT (session_id)"
             " DO UPDATE SET owner = excluded.owner, phase = excluded.phase, runtime = excluded.runtime",
@@ -129,7 +132,7 @@ class SessionRegistry:
         )
 
     def update(self, session_id: str, phase: Phase, where: str) -> None:
-        """Record where a session runs; a session that was removed meanwhile stays removed."""
+        """Update phase and location; a session that was removed meanwhile stays removed."""
         process = _process_of(where)
         self._db.execute(
             "UPDATE sessions SET phase = ?, place = ?, process = ? WHERE session_id = ?",
@@ -140,7 +143,7 @@ class SessionRegistry:
         self._db.execute("DELETE FROM sessions WHERE session_id = ?", session_id)
 
     def add_owner(self, owner: ProcessRef) -> None:
-        """Register a controller; removes sessions that ended with a dead one."""
+        """Register a controller; removes dead controllers and the sessions that ended with them."""
         self._db.execute("INSERT OR IGNORE INTO owners VALUES (?, ?)", str(owner), time.time())
         for entry in self.entries():
             if entry.orphan and not entry.outlives:
@@ -171,10 +174,10 @@ class SessionRegistry:
 
 
 class TrackedRuntime:
-    """Runtime that records its sessions in a registry; everything else is the runtime's own.
+    """Runtime wrapper that records sessions in a registry.
 
-    `guard` opens a process beside this one that stops sessions which would go on running, and cost money,
-    after this process is killed.
+    `guard` opens a separate process that stops sessions which would continue, and cost money, after this
+    process is killed; None opens none.
     """
 
     def __init__(
@@ -211,8 +214,8 @@ class TrackedRuntime:
         return self
 
     def _check_orphans(self) -> None:
-        """Refuse to start while sessions of a dead controller may run in another kind of runtime, which
-        cannot stop them.
+        """Raise UsageError while sessions of a dead controller may run in another kind of runtime, which this
+        runtime cannot stop.
         """
         left = [e for e in self._registry.entries() if e.orphan and e.outlives and e.runtime != self._name]
         if left:
@@ -225,7 +228,7 @@ class TrackedRuntime:
             )
 
     async def __aexit__(self, *exc: object) -> None:
-        """If the runtime cannot be closed, the rows stay for `afield cleanup`."""
+        """Close the runtime. If that fails, the rows stay for `afield cleanup`."""
         await self.runtime.__aexit__(*exc)
         if self._owner is not None:
             self._registry.remove_owner(self._owner)
@@ -242,12 +245,13 @@ class TrackedRuntime:
         except (RolloutFailure, RateLimited):
             self._registry.remove(attempt.session_id)
             raise
-        # Asking one that others can reach is a call to a service; whoever wants to know asks there.
+        # For runtimes that other processes can query, `status` costs a remote call; skip it.
         if self._reaches:
             self._registry.update(attempt.session_id, Phase.RUNNING, "")
             return
         live = await self.runtime.status(attempt)
-        if live.phase is Phase.ENDED:  # a repeated launch; whoever waited for it will not again
+        # a repeated launch of an ended attempt, which no task waits for any more
+        if live.phase is Phase.ENDED:
             self._registry.remove(attempt.session_id)
         else:
             self._registry.update(attempt.session_id, live.phase, live.where)
@@ -302,6 +306,6 @@ def _entry(row: tuple[Any, ...]) -> SessionEntry:
 
 
 def _process_of(where: str) -> ProcessRef | None:
-    """Local runtimes report `pid N`, followed by more."""
+    """Process of a location `pid N ...`, as local runtimes report it; None for other locations."""
     match = re.match(r"pid (\d+)\b", where)
     return ProcessRef.of(int(match[1])) if match else None

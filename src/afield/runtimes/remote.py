@@ -1,11 +1,11 @@
-"""Remote runtime: agents that someone else serves at known URLs, e.g. with `afield.sdk.serve`.
+"""Remote runtime: agents on servers at known URLs, e.g. `afield.sdk.serve`.
 
 1. An attempt goes to the server with the fewest attempts of this runtime. It continues when this process
 ends, and `adopt` finds it again.
-2. One `/ping` per server and poll interval tells which attempts have ended. A server that restarts, or does
-not answer for `unreachable_s`, has lost its attempts.
+2. One `/ping` per server and poll interval detects ended attempts. A server that restarts, or does not answer
+for `unreachable_s` seconds, has lost its attempts.
 3. Servers without afield's SDK (a plain BedrockAgentCoreApp) do not list their sessions: their attempts count
-as ended when the server is idle. They must answer a POST before the work, and cannot stop an attempt.
+as ended when the server is idle. Such servers must answer a POST before the work, and cannot stop an attempt.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ from afield.types import Attempt, Reason
 
 # Below the 5 s after which common servers close an idle connection.
 KEEPALIVE_S = 3.0
-# An address that refused a connection is the last choice for this long.
+# Time for which a server that refused a connection is the last choice, in seconds.
 AVOIDED_S = 5.0
-# Nothing was sent.
+# Errors that guarantee that the server received nothing.
 NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
 class AgentServer:
-    """One server. `accepted` maps its sessions to the instance that accepted them, empty if unknown."""
+    """One agent server and the sessions assigned to it.
+
+    `accepted` maps session ids to the server instance that accepted them, "" if unknown.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -65,9 +68,13 @@ class SessionLocation(Struct, frozen=True, kw_only=True):
     """Result of looking for a session on all servers."""
 
     server: AgentServer | None = None
+    """Server that lists the session; None if no server does."""
     instance: str = ""
+    """Instance id of that server; empty if it sends none."""
     unreachable: Sequence[str] = ()
+    """URLs of servers that did not answer."""
     ambiguous: bool = False
+    """Whether a busy server that does not list its sessions may run it."""
 
     @property
     def absent(self) -> bool:
@@ -75,9 +82,10 @@ class SessionLocation(Struct, frozen=True, kw_only=True):
 
 
 class RemoteRuntime:
-    """Runs agents on servers at `urls`, such as `http://10.0.0.7:8080`. Closing it stops nothing.
+    """Runs agents on servers at `urls`, such as `http://10.0.0.7:8080`. Closing it does not stop agents.
 
-    Requests are signed with the key in `key_file`, by default this user's own key.
+    `key_file` holds the key that signs requests; None uses this user's key. `poll_s` is the poll interval in
+    seconds.
     """
 
     def __init__(
@@ -126,13 +134,13 @@ class RemoteRuntime:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Sessions outlive this process; their server owns them."""
+        """Sessions outlive this process, because their server owns them."""
         return Capabilities(isolation="none", reaches=True, outlives=True)
 
-    # --- the verbs -------------------------------------------------------------------------------
+    # --- runtime interface -----------------------------------------------------------------------
 
     async def check(self) -> None:
-        """Passes if one server answers."""
+        """Raise UsageError unless at least one server answers."""
         answers = await asyncio.gather(*(self._ping(address) for address in self._servers))
         if not any(isinstance(answer, PingResponse) for answer in answers):
             said = "; ".join(f"{a.url}: {answer}" for a, answer in zip(self._servers, answers, strict=True))
@@ -151,7 +159,7 @@ class RemoteRuntime:
         )
 
     async def adopt(self, attempt: Attempt) -> bool | None:
-        """None while a server is unreachable or does not list sessions; `wait` then keeps looking."""
+        """None while a server is unreachable or does not list sessions; a search then continues."""
         session_id = attempt.session_id
         if self._attempts.is_running(session_id):
             return None if session_id in self._searches else True
@@ -169,13 +177,16 @@ class RemoteRuntime:
         return await self._attempts.wait(attempt.session_id)
 
     async def stop(self, attempt: Attempt) -> None:
-        """Ask the server that has the session, or all if unknown. Unreachable servers are ignored."""
+        """Ask the server that has the session to stop it, or all servers if unknown.
+
+        Unreachable servers are ignored.
+        """
         session_id = attempt.session_id
         if self._attempts.has_finished(session_id):
             return
         self._attempts.record_exit(session_id, failed_exit(f"{session_id} was stopped", Reason.CANCELLED))
         if session_id in self._launches:
-            return  # It is stopped as soon as it is known who took it.
+            return  # `_launch` deletes the session once a server has accepted it.
         having = [address for address in self._servers if session_id in address.accepted]
         for address in having:
             address.release(session_id)
@@ -195,7 +206,7 @@ class RemoteRuntime:
         return [self._status(session_id) for session_id in self._attempts]
 
     async def logs(self, attempt: Attempt) -> str:
-        """Empty: the log stays with the server."""
+        """Always empty: the log stays on the server."""
         return ""
 
     def _status(self, session_id: str) -> SessionStatus:
@@ -222,7 +233,7 @@ class RemoteRuntime:
         return None
 
     async def _post_to_any(self, attempt: Attempt, payload: dict[str, Any]) -> AgentServer:
-        """Post to the least loaded server that can be reached and accepts."""
+        """Post to the least loaded server that is reachable and accepts."""
         session_id = attempt.session_id
         left = list(self._servers)
         silent: list[str] = []
@@ -231,7 +242,7 @@ class RemoteRuntime:
             now = asyncio.get_running_loop().time()
             address = min(left, key=lambda a: (a.avoided_until > now, a.load))
             left.remove(address)
-            # Before the first await: others who choose now count it in.
+            # Reserve before the first await, so that concurrent launches count this attempt.
             address.reserved.add(session_id)
             try:
                 address.accept(session_id, await self._post(address, attempt, payload))
@@ -252,8 +263,8 @@ class RemoteRuntime:
         raise InfrastructureFailure(said, Reason.LAUNCH)
 
     async def _post(self, address: AgentServer, attempt: Attempt, payload: dict[str, Any]) -> str:
-        """Post with one retry at the same server: it may have accepted the first request, and the attempt
-        must not run twice.
+        """Post with one retry at the same server only: it may have accepted the first request, and the
+        attempt must not run twice.
         """
         for last in (False, True):
             try:
@@ -271,7 +282,7 @@ class RemoteRuntime:
         with contextlib.suppress(aiohttp.ClientError, OSError):
             await invocations.delete(self._http, address.url, attempt, self._key)
 
-    # --- what runs, and what has ended -----------------------------------------------------------
+    # --- exit detection --------------------------------------------------------------------------
 
     async def _poll(self, address: AgentServer) -> None:
         while True:
@@ -280,7 +291,7 @@ class RemoteRuntime:
                 address.has_sessions.clear()
                 await address.has_sessions.wait()
             await asyncio.sleep(self._poll_s)
-            # Taken before the question: one that is accepted while it is under way is not in the answer.
+            # Copy before the ping: a session accepted during the ping is missing from its answer.
             expected = dict(address.accepted)
             asked_at = asyncio.get_running_loop().time()
             answer = await self._ping(address)
@@ -344,7 +355,9 @@ class RemoteRuntime:
                 self._attempts.record_exit(session_id, failed_exit(said, Reason.DIED))
 
     async def _recent_ping(self, address: AgentServer) -> PingResponse | None:
-        """Ping answer that is at most one poll interval old; concurrent callers share one request."""
+        """Ping answer of at most one poll interval ago; None if the server does not answer. Concurrent
+        callers share one request.
+        """
         async with address.ping_lock:
             now = asyncio.get_running_loop().time()
             if address.last_ping is not None and now - address.last_ping[0] < self._poll_s:
@@ -356,7 +369,7 @@ class RemoteRuntime:
             return answer
 
     async def _ping(self, address: AgentServer) -> PingResponse | str:
-        """Ping answer, or why there is none."""
+        """Ping answer, or the error message if there is none."""
         try:
             return await invocations.ping(self._http, address.url, self._unreachable_s)
         except NO_ANSWER as error:

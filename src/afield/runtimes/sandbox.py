@@ -1,8 +1,9 @@
-"""Sandbox runtime: a fresh sandboxed process for each attempt, forked from a fork server.
+"""Sandbox runtime: one sandboxed process per attempt, forked from a fork server.
 
-An agent reaches the gateway and the addresses in `allow` only. It sees its own code, read-only. Its outcome
-goes to the gateway, since directories of this machine are not visible. The sandbox ends with its rollout,
-including all processes the agent started. Nothing outlives the runtime, even after SIGKILL.
+1. An agent reaches only the gateway and the addresses in `allow`, and sees its own code read-only.
+2. Outcomes go to the gateway, because directories of this machine are not visible in the sandbox.
+3. A sandbox ends with its rollout, including all processes that the agent started. No process outlives the
+runtime, even after SIGKILL.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from afield.settings.runtimes import SandboxOptions
 from afield.types import Attempt, Reason
 from afield.wire import Invocation
 
-# How long after its connection broke a dead cell is noticed at the latest.
+# Time to notice that a sandbox died after its connection broke, in seconds.
 EXIT_NOTICE_S = 5.0
 STOP_S = 10.0
 LOG_BYTES = 256 * 1024
@@ -50,9 +51,9 @@ T = TypeVar("T")
 class SandboxRuntime:
     """Runs agents in sandboxes of this machine.
 
-    `target` is what `afield.sdk.serve` takes: `path/to/file.py:name` or `package.module:name`. Each attempt's
-    log is `log_dir/SESSION_ID.log`. The agent sees its file, the modules and packages next to it that it
-    imports, and `options.mounts`; it never sees `log_dir`, the run directory, or `hidden`.
+    `target` is a target of `afield.sdk.serve`: `path/to/file.py:name` or `package.module:name`. Each attempt
+    logs to `log_dir/SESSION_ID.log`. The agent sees its file, the modules and packages next to it that it
+    imports, and `options.mounts`; it never sees `log_dir`, the run directory or `hidden`.
     """
 
     def __init__(
@@ -82,9 +83,9 @@ class SandboxRuntime:
         kinds = cgroups.found().kinds
         enforced: dict[Limit, bool] = {
             "cpu": limits.cpus is not None and "cpu" in kinds,
-            # Without control groups the address space of each process is limited in its place.
+            # Without control groups, RLIMIT_AS limits the address space of each process instead.
             "memory": limits.memory_mb is not None,
-            # The kernel does not count root's processes but in a control group.
+            # Without control groups, RLIMIT_NPROC applies, which the kernel ignores for root.
             "pids": limits.pids is not None and ("pids" in kinds or os.geteuid() != 0),
             "disk": limits.disk_mb is not None,
             "network": True,
@@ -116,10 +117,10 @@ class SandboxRuntime:
         finally:
             self._group = self._opening = None
 
-    # --- the verbs -------------------------------------------------------------------------------
+    # --- runtime interface -----------------------------------------------------------------------
 
     async def check(self) -> None:
-        """Wait until the agent is imported in a sandbox; raises UsageError with the reason if that fails."""
+        """Wait until the fork server has imported the agent; raises UsageError if that fails."""
         nest = await asyncio.shield(self._opening or self._current())
         if isinstance(nest, UsageError):
             raise UsageError(str(nest))
@@ -132,7 +133,7 @@ class SandboxRuntime:
         )
 
     async def adopt(self, attempt: Attempt) -> bool | None:
-        """True only for attempts of this process: sandboxes end with it."""
+        """True only for attempts launched by this process: sandboxes end with it."""
         return self._attempts.is_running(attempt.session_id)
 
     async def wait(self, attempt: Attempt) -> Exit:
@@ -156,10 +157,10 @@ class SandboxRuntime:
     async def logs(self, attempt: Attempt) -> str:
         return await asyncio.to_thread(tail, self._log_dir / f"{attempt.session_id}.log", LOG_BYTES)
 
-    # --- the nest --------------------------------------------------------------------------------
+    # --- fork server -----------------------------------------------------------------------------
 
     async def _open(self) -> ForkServer | UsageError:
-        """An error is a value here: whoever asks is told, and a later launch tries again."""
+        """Start the fork server. Returns errors instead of raising them: a later launch retries."""
         options = self._options
         try:
             target, hidden = resolve_target(self._target, self._log_dir)
@@ -182,7 +183,7 @@ class SandboxRuntime:
             return UsageError(f"{self._target} cannot be started: {error}")
 
     def _current(self) -> asyncio.Task[ForkServer | UsageError]:
-        """The fork server, started again if it has died."""
+        """Task of the current fork server; starts a new one if the last one failed or died."""
         if self._opening is None:
             raise RuntimeError("a runtime is used inside 'async with'")
         if self._opening.done():
@@ -275,13 +276,13 @@ class SandboxRuntime:
         else:
             said = f"the sandbox of {session_id} (pid {cell.pid}) died: {_describe(ended)}"
             end = failed_exit(said, Reason.DIED, ended.said)
-        # One that is still being launched is settled by its launch, which says more.
+        # A failing launch records a more specific failure than this exit.
         if task := self._launches.get(session_id):
             await asyncio.wait([task])
         self._attempts.record_exit(session_id, end)
         self._processes.pop(session_id, None)
 
-    # --- small things ----------------------------------------------------------------------------
+    # --- helpers ---------------------------------------------------------------------------------
 
     def _status(self, session_id: str) -> SessionStatus:
         cell = self._processes.get(session_id)
@@ -294,13 +295,13 @@ class SandboxRuntime:
 
 
 def resolve_target(target: str, log_dir: Path) -> tuple[str, tuple[str, ...]]:
-    """Absolute target, and paths to hide from the agent wherever they would be visible."""
+    """Return the target with an absolute path, and the paths to hide from the agent."""
     place, _, name = target.rpartition(":")
     logs = log_dir.resolve()
     hidden = [logs]
     for run in logs.parents:
         if (run / "run.json").is_file():
-            # Keys and outcomes lie there; and other runs beside it.
+            # The run directory holds keys and outcomes; its parent holds other runs.
             hidden += [run, run.parent]
     if not place.endswith(".py"):
         return target, tuple(map(str, hidden))

@@ -339,7 +339,7 @@ class Supervisor:
             case _:
                 _close(received.fds)
 
-    # --- the warm parent -------------------------------------------------------------------------
+    # --- fork parent -----------------------------------------------------------------------------
 
     async def _open(self, opening: Open) -> None:
         self._directory = Path(opening.directory)
@@ -379,7 +379,7 @@ class Supervisor:
             self._tell(Warm(problem=f"the warm parent ended with {code} before it was ready"))
         self._done.set()
 
-    # --- cells -----------------------------------------------------------------------------------
+    # --- sandboxes -------------------------------------------------------------------------------
 
     def _start(self, start: Start) -> None:
         if self._warm is None or not self._ready or self._directory is None:

@@ -164,7 +164,7 @@ class AgentCoreRuntime:
             self._api.close()
             self._table.close()
 
-    # --- the verbs -------------------------------------------------------------------------------
+    # --- runtime interface -----------------------------------------------------------------------
 
     async def check(self) -> None:
         """Create or update the agent runtime if the options say so, and wait until it is ready."""

@@ -1,9 +1,12 @@
-"""Docker or Podman engine client, container names and limits, and container states.
+"""Client of a Docker or Podman engine, and helpers for containers.
 
-Calls block, so they run in a few threads. The connection opens at first use. Errors: `Unavailable` if the
-engine does not answer, `EngineRefused` with its own message if it refuses, None for what does not exist. A
-container's name follows from the session id alone, so that any process finds it. Containers have no
-capabilities but those kept on purpose, no new privileges, and limits on everything.
+1. `DockerEngine` makes the calls, which block, in a thread pool. The connection opens at first use. It raises
+`Unavailable` if the engine does not answer and `EngineRefused` with the engine's message if it reports an
+error; objects that do not exist are None.
+2. `container_name` derives a container's name from the session id, so that any process finds it.
+3. `host_config` drops all capabilities except those in `keep`, sets `no-new-privileges`, and applies the
+limits.
+4. `status_from_row`, `status_from_inspect` and `describe_exit` interpret the engine's answers.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 
 RUN, SESSION = "afield.run", "afield.session"
 PREFIX = "afield-"
-# Docker takes longer names, but some tools around it do not.
+# Docker accepts longer names, but some tools do not.
 MAX_NAME = 128
 LOG_MB = 16
 MB = 2**20
@@ -40,11 +43,11 @@ STARTING = frozenset({"created", "configured", "initialized", "restarting"})
 
 
 def container_name(session_id: str) -> str:
-    """Container name of a session; a name that is too long ends with a digest instead."""
+    """Container name of a session; the end of a long name is replaced by a digest."""
     name = f"{PREFIX}{session_id}"
     if len(name) <= MAX_NAME:
         return name
-    # What is cut off goes in as a digest; a name that was not cut is shorter.
+    # The digest keeps shortened names unique.
     digest = hashlib.sha256(session_id.encode()).hexdigest()[:32]
     return f"{name[: MAX_NAME - 33]}-{digest}"
 
@@ -54,7 +57,7 @@ def container_labels(run: str, session_id: str) -> dict[str, str]:
 
 
 def enforced_limits(limits: ResourceLimits) -> frozenset[Limit]:
-    """ResourceLimits that the engine enforces."""
+    """Limits that are set in the options and thus enforced by the engine."""
     named: dict[Limit, float | None] = {
         "cpu": limits.cpus,
         "memory": limits.memory_mb,
@@ -65,7 +68,7 @@ def enforced_limits(limits: ResourceLimits) -> frozenset[Limit]:
 
 
 def host_config(options: ContainerOptions) -> dict[str, Any]:
-    """Arguments of the library's `create_host_config`, without ports."""
+    """Arguments for `APIClient.create_host_config`, without ports."""
     limits = options.limits
     config: dict[str, Any] = {
         "network_mode": options.network,
@@ -81,7 +84,7 @@ def host_config(options: ContainerOptions) -> dict[str, Any]:
     if limits.cpus is not None:
         config["nano_cpus"] = int(limits.cpus * 1e9)
     if limits.memory_mb is not None:
-        # Both: what may be swapped out is memory too.
+        # Memory plus swap: equal values leave no swap.
         config["mem_limit"] = config["memswap_limit"] = limits.memory_mb * MB
     if limits.pids is not None:
         config["pids_limit"] = limits.pids
@@ -123,13 +126,13 @@ def status_from_inspect(session_id: str, found: Mapping[str, Any]) -> SessionSta
 
 
 def networks_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Networks of a container; old engines also describe one at the top level."""
+    """Networks of a container; old engines describe one of them at the top level."""
     settings = found.get("NetworkSettings") or {}
     return [*(settings.get("Networks") or {}).values(), settings]
 
 
 def gateway_of(found: Mapping[str, Any]) -> tuple[str, str]:
-    """Gateway address and subnet of a container's network; empty if the engine does not tell."""
+    """Gateway address and subnet of a container's network; both empty if the engine reports none."""
     for network in networks_of(found):
         if network.get("Gateway"):
             return network["Gateway"], f"{network['Gateway']}/{network.get('IPPrefixLen') or 32}"
@@ -144,7 +147,7 @@ def describe_exit(state: Mapping[str, Any], limits: ResourceLimits) -> str:
         return f"ran out of memory{bound}, exit code {code}"
     error = f": {state['Error']}" if state.get("Error") else ""
     if code > 128:
-        # Not every engine tells that it was memory.
+        # Some engines do not report OOMKilled.
         bounded = code == 137 and limits.memory_mb is not None
         hint = f"; too much memory ends so, at {limits.memory_mb} MB here" if bounded else ""
         return f"ended with exit code {code} (signal {code - 128}, {_signal(code - 128)}{hint}){error}"
@@ -156,7 +159,7 @@ def _signal(number: int) -> str:
 
 
 def _seconds(stamp: str | None) -> float | None:
-    """Seconds since the epoch; Python does not parse nanoseconds."""
+    """Seconds since the epoch. Drops the fraction, because Python does not parse nanoseconds."""
     if not stamp:
         return None
     head, _, fraction = stamp.partition(".")
@@ -172,7 +175,7 @@ THREADS = 16
 CALL_S = 60
 PULL_S = 1800.0
 TAIL_LINES = 40
-# AgentCore's library serves others only where it sees that it is in a container; Podman does not show it.
+# BedrockAgentCoreApp listens on all addresses only if it detects a container; it does not detect Podman.
 IN_CONTAINER = {"DOCKER_CONTAINER": "1"}
 T = TypeVar("T")
 
@@ -182,14 +185,16 @@ class EngineRefused(AfieldError):
 
 
 class PortBinding(Struct, frozen=True):
-    """Host address that a container's port is published at, and the address to reach it from here."""
+    """Host address at which the engine publishes a container's port."""
 
     host_ip: str
+    """Address on the engine's machine that the port is bound to."""
     address: str
+    """Address at which this process reaches the port."""
 
 
 class DockerEngine:
-    """Client of one engine, used with `async with` from one event loop."""
+    """Client of one engine; use it with `async with` from one event loop."""
 
     def __init__(self, options: ContainerOptions) -> None:
         self._options = options
@@ -205,13 +210,13 @@ class DockerEngine:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        # Without waiting: a thread may still read from an engine that hangs.
+        # Do not wait: a thread may block on an engine that hangs.
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._api is not None:
             self._api.close()
 
     async def call(self, work: Callable[[APIClient], T]) -> T:
-        """Run engine calls in a thread. Raises Unavailable or EngineRefused."""
+        """Run `work` with the API client in a thread; raises Unavailable or EngineRefused."""
         if self._api is None:
             async with self._connecting:
                 if self._api is None:
@@ -221,7 +226,7 @@ class DockerEngine:
 
     @property
     def bind(self) -> PortBinding:
-        """A local engine publishes ports on loopback only, a remote one at its own address."""
+        """Binding for published ports: loopback for a local engine, all addresses for a remote one."""
         parts = urlsplit(self.url)
         if parts.scheme in ("tcp", "http", "https") and parts.hostname not in (
             "127.0.0.1",
@@ -270,7 +275,7 @@ class DockerEngine:
         return await self.call(lambda api: api.containers(all=True, filters={"label": [label]}))
 
     async def logs(self, name: str, tail: int | None = TAIL_LINES) -> str:
-        """Last lines of the log; empty if the container does not exist."""
+        """Last `tail` lines of the log, or all for None; empty if the container does not exist."""
         lines: Any = "all" if tail is None else tail
         said = await self._call_or_none(lambda api: api.logs(name, stdout=True, stderr=True, tail=lines))
         return "" if said is None else said.decode("utf-8", "replace").strip()
@@ -282,7 +287,7 @@ class DockerEngine:
     # --- images ----------------------------------------------------------------------------------
 
     async def ensure_image(self) -> None:
-        """Pull the image once, by the pull policy. Raises UsageError if the image is not available."""
+        """Pull the image once, as the pull policy demands; raises UsageError if it is not available."""
         image, pull = self._options.image, self._options.pull
         if self._has_image:
             return
@@ -306,7 +311,7 @@ class DockerEngine:
             tagged = bool(colon) and "/" not in tag
             repository, wanted = (head, tag) if tagged else (name, "latest")
             rows = api.pull(repository, tag=digest or wanted, stream=True, decode=True)
-            # An engine may answer 200 and tell what went wrong in the stream.
+            # An engine may answer 200 and report an error in the stream.
             return next((row["error"] for row in rows if "error" in row), "")
 
         try:
@@ -318,10 +323,10 @@ class DockerEngine:
             remedy = "check its name and `docker login`, or build it there and set pull = 'never'"
             raise UsageError(f"image {image!r} cannot be pulled at {self.url}: {problem}; {remedy}")
 
-    # --- small things ----------------------------------------------------------------------------
+    # --- helpers ---------------------------------------------------------------------------------
 
     async def _call_or_none(self, work: Callable[[APIClient], T]) -> T | None:
-        """None if the engine answers "not found"."""
+        """Like `call`, but None if the engine answers "not found"."""
         from docker.errors import NotFound
 
         def ask(api: APIClient) -> T | None:
@@ -355,7 +360,7 @@ class DockerEngine:
         given = {"base_url": self._options.socket} if self._options.socket else kwargs_from_env()
         self.url = given.get("base_url") or _default_socket()
         if self.url.startswith("unix://"):
-            # Tried apart: the library wraps the reason in others, and leaves its socket open.
+            # Connect first: the client library hides the reason and leaks its socket.
             _try_connect(self.url.removeprefix("unix://"))
         api = APIClient(
             **{**given, "base_url": self.url}, version="auto", timeout=CALL_S, max_pool_size=THREADS
@@ -365,7 +370,7 @@ class DockerEngine:
 
 
 def check_library() -> None:
-    """Raises UsageError if the `docker` library is not installed."""
+    """Raise UsageError if the `docker` library is not installed."""
     try:
         import docker  # noqa: F401
     except ImportError as error:
@@ -373,7 +378,7 @@ def check_library() -> None:
 
 
 def _default_socket() -> str:
-    """First socket with an engine; the most common path if there is none, for the error message."""
+    """First socket with a listening engine; if there is none, the most common path, for the error message."""
     home, user = Path.home(), os.getuid()
     places = (
         "/var/run/docker.sock",

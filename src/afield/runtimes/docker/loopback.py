@@ -1,10 +1,10 @@
 """Loopback relay: lets containers reach servers on this machine's 127.0.0.1.
 
-Inside a container 127.0.0.1 is the container itself. `rewrite_addresses` replaces loopback hosts in
-`_rollout` by the name or address this machine has there, with the same port; the task row stays as it is. If
-that address is one of this machine's own (a Linux bridge), a relay listens there and forwards connections
-from containers only. A server that listens on all addresses needs no relay. Relays end with this process: for
-agents that outlive it, let the gateway listen on all addresses.
+1. Inside a container 127.0.0.1 is the container itself. `rewrite_addresses` replaces loopback hosts in
+`_rollout` by the name or address of this machine there, with the same port; the task row stays unchanged.
+2. If that address belongs to this machine (a Linux bridge), `LoopbackRelays` listens there and forwards
+connections from the container subnet. A server that listens on all addresses needs no relay.
+3. Relays end with this process. For agents that outlive it, the gateway must listen on all addresses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEFAULT_PORTS = {"http": 80, "https": 443, "redis": 6379, "nats": 4222}
 
 
 def loopback_ports(payload: dict[str, Any]) -> set[int]:
-    """Loopback ports that a payload refers to."""
+    """Loopback ports in a payload's `_rollout` addresses."""
     found: set[int] = set()
     for url in _addresses(payload).values():
         parts = urlsplit(url)
@@ -39,7 +39,7 @@ def loopback_ports(payload: dict[str, Any]) -> set[int]:
 
 
 def rewrite_addresses(payload: dict[str, Any], host: str) -> dict[str, Any]:
-    """Payload with `host` instead of the loopback addresses."""
+    """Return the payload with `host` in place of loopback hosts."""
     ours = _addresses(payload)
     if not ours:
         return payload
@@ -77,7 +77,7 @@ def _with_host(url: str, host: str) -> str:
 
 
 class LoopbackRelays:
-    """Listeners by address and port, opened on demand. Used with `async with`."""
+    """Relays by address and port, opened on demand. Use it with `async with`."""
 
     def __init__(self) -> None:
         self._servers: dict[tuple[str, int], asyncio.Server | None] = {}
@@ -96,7 +96,9 @@ class LoopbackRelays:
         await asyncio.gather(*self._links, return_exceptions=True)
 
     async def open(self, gateway: str, subnet: str, ports: set[int]) -> bool:
-        """Listen on `gateway` for `ports`; False if `gateway` is no address of this machine."""
+        """Listen on `gateway` for each of `ports`; returns False if `gateway` is not an address of this
+        machine.
+        """
         async with self._opening:
             return all([await self._open(gateway, subnet, port) for port in sorted(ports)])
 
@@ -107,7 +109,7 @@ class LoopbackRelays:
             server = await asyncio.start_server(self._handler(port, subnet), gateway, port)
         except OSError as error:
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
-                # Somebody listens on all addresses, or another of us relays already.
+                # A server listens on all addresses, or another process already relays this port.
                 return True
             if error.errno == errno.EADDRNOTAVAIL:
                 return False
@@ -149,7 +151,7 @@ async def _relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, por
 
 
 async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-    """Copy until the source ends; the other direction may continue."""
+    """Copy until the source ends, then half-close; the other direction may continue."""
     with contextlib.suppress(OSError):
         while data := await source.read(CHUNK):
             sink.write(data)

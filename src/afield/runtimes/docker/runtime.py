@@ -1,12 +1,12 @@
-"""Docker runtime: one container per attempt from an unchanged image, with Docker or Podman.
+"""Docker runtime: one container per attempt, with Docker or Podman.
 
-1. The image serves `/invocations` and `/ping`. The container's name follows from the session, so that a
-repeated launch is one container and any process finds it.
-2. One list of all containers tells which have died, with exit code and log tail. `/ping` tells which agents
-have finished; their containers stay until they are stopped.
-3. Containers outlive a killed process: the next one adopts them, or `afield cleanup` removes them. Logs are
-saved in `log_dir` when a container is removed.
-4. `docker.loopback` describes how containers reach this machine.
+1. The image serves `/invocations` and `/ping` and needs no changes. The container's name derives from the
+session id, so repeated launches use one container and any process finds it.
+2. One list call for all containers detects dead ones, with exit code and log tail. `/ping` detects agents
+that have finished; their containers stay until `stop`.
+3. Containers outlive a killed process: the next one adopts them, or `afield cleanup` removes them. `remove`
+saves a container's log in `log_dir`.
+4. `docker.loopback` lets containers reach this machine.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ SOON_S = 0.1
 
 
 class RunContainers:
-    """Containers of one run, by session. Containers of other runs are never touched, even with the same
+    """Containers of one run, by session id. Never touches a container of another run, even with the same
     session id.
     """
 
@@ -70,14 +70,15 @@ class RunContainers:
         self._log_dir = log_dir
 
     async def create(self, session_id: str) -> None:
-        """Raises EngineRefused if the container exists."""
+        """Create the session's container; raises EngineRefused if it exists."""
         command = list(self._options.command) or None
         labels = container_labels(self._run, session_id)
         await self._engine.create(container_name(session_id), labels, serve=True, command=command)
 
     async def find(self, session_id: str) -> dict[str, Any] | None:
-        """Engine's description of the session's container, or None; raises EngineRefused if it belongs to
-        another run.
+        """Return the engine's description of the session's container, or None.
+
+        Raises EngineRefused if the container belongs to another run.
         """
         found = await self._engine.inspect(container_name(session_id))
         if found is None:
@@ -89,8 +90,10 @@ class RunContainers:
         return found
 
     async def check_running(self, session_id: str, unavailable_timeout_s: float = 0.0) -> dict[str, Any]:
-        """Description of a running container; raises InfrastructureFailure with the log tail if it has
-        ended, or ends within `unavailable_timeout_s`.
+        """Return the description of a running container.
+
+        Raises InfrastructureFailure with the log tail if the container has ended, or ends within
+        `unavailable_timeout_s` seconds.
         """
         end = asyncio.get_running_loop().time() + unavailable_timeout_s
         name = container_name(session_id)
@@ -119,7 +122,7 @@ class RunContainers:
         return ""
 
     async def remove(self, session_id: str) -> None:
-        """Remove the container with all its processes; harmless if there is none."""
+        """Save the log, then remove the container with all its processes; harmless if there is none."""
         try:
             found = await self.find(session_id)
         except EngineRefused as error:
@@ -136,7 +139,7 @@ class RunContainers:
         published = (found["NetworkSettings"].get("Ports") or {}).get(f"{self._options.port}/tcp")
         if published:
             return f"http://{self._engine.bind.address}:{published[0]['HostPort']}"
-        # Networks without a way out publish nothing; we are on them all the same.
+        # Internal networks publish no ports, but this machine is part of them.
         address = next((n["IPAddress"] for n in networks_of(found) if n.get("IPAddress")), "")
         return f"http://{address}:{self._options.port}" if address and self._engine.is_local else ""
 
@@ -156,16 +159,17 @@ class RunContainers:
 # Below the 5 s after which common servers close an idle connection.
 KEEPALIVE_S = 3.0
 PING_S = 5.0
-# A container that does not answer is looked at at once; without such a sign all are, this often.
+# Interval between two lists of all containers, in seconds; a failed ping triggers a list at once.
 LIST_INTERVAL_S = 10.0
-# The first pings of one that starts, each later than the one before.
+# Interval between pings of a starting container, in seconds: first value and maximum.
 FIRST_PING_S, MAX_PING_INTERVAL_S = 0.02, 0.5
 NO_ADDRESS = ("", "host", "none")
 
 
 class ContainerRuntime:
-    """Runs agents in containers. `name` is the run: containers carry it as a label, and `list` returns
-    only those.
+    """Runs agents in containers.
+
+    `name` is the run: containers carry it as a label, and `list` returns only those.
     """
 
     def __init__(
@@ -186,7 +190,7 @@ class ContainerRuntime:
         self._relays = LoopbackRelays()
         self._attempts = AttemptTable()
         self._launches: dict[str, asyncio.Task[AfieldError | None]] = {}
-        # Sessions whose containers are ours to remove; None until it is known where they answer.
+        # Sessions whose containers this process removes on close; None until the URL is known.
         self._urls: dict[str, str | None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._no_answer = asyncio.Event()
@@ -223,13 +227,13 @@ class ContainerRuntime:
         try:
             await asyncio.shield(closing)
         except asyncio.CancelledError:
-            # Containers would be left behind; each call of the engine has a deadline.
+            # Finish closing, or containers would be left running; each engine call has a timeout.
             await closing
             raise
 
     async def _close(self) -> None:
         try:
-            # Not cancelled: a container that is just being made must be known to be removed.
+            # Do not cancel launches: a container that is being created would not be removed.
             if self._launches:
                 await asyncio.wait(self._launches.values())
             for task in self._tasks:
@@ -244,7 +248,7 @@ class ContainerRuntime:
             await self._http.close()
             await self._engine.__aexit__()
 
-    # --- the verbs -------------------------------------------------------------------------------
+    # --- runtime interface -----------------------------------------------------------------------
 
     async def check(self) -> None:
         options = self._options
@@ -309,7 +313,7 @@ class ContainerRuntime:
         return await self._containers.list()
 
     async def logs(self, attempt: Attempt) -> str:
-        """Of a removed container, the log that was saved at its removal."""
+        """Log of the container, or the copy that was saved when it was removed."""
         return await self._containers.logs(attempt.session_id)
 
     # --- launching -------------------------------------------------------------------------------
@@ -328,7 +332,7 @@ class ContainerRuntime:
         except (AfieldError, OSError) as error:
             failure = InfrastructureFailure(f"{session_id} was not launched: {error}", Reason.LAUNCH)
             self._attempts.record_exit(session_id, Exit(failure.failure))
-        with contextlib.suppress(AfieldError):  # Tried again by `stop`, or on closing.
+        with contextlib.suppress(AfieldError):  # `stop` or closing tries again.
             await self._remove(session_id)
         return failure
 
@@ -340,7 +344,8 @@ class ContainerRuntime:
         try:
             await self._containers.create(session_id)
         except EngineRefused:
-            # Made by an earlier launch, here or in another process? Engines word that differently.
+            # An earlier launch may have created the container. Engines word that error differently, so look
+            # it up.
             if await self._containers.find(session_id) is None:
                 raise
         self._check_not_stopped(session_id)
@@ -387,12 +392,12 @@ class ContainerRuntime:
         gateway, subnet = gateway_of(await self._containers.check_running(session_id))
         if gateway and await self._relays.open(gateway, subnet, ports):
             return rewrite_addresses(payload, gateway)
-        # The engine is in a virtual machine, or rootless: it has a name for us.
+        # The engine runs in a virtual machine or rootless; it provides a host name for this machine.
         name = "host.containers.internal" if self._engine.kind == "podman" else "host.docker.internal"
         return rewrite_addresses(payload, name)
 
     async def _post(self, attempt: Attempt, url: str, payload: dict[str, Any]) -> None:
-        """Post with one retry if the connection breaks: posting is idempotent."""
+        """Post with one retry if the connection breaks; posting is idempotent."""
         for last in (False, True):
             self._check_not_stopped(attempt.session_id)
             try:
@@ -409,7 +414,7 @@ class ContainerRuntime:
         if not self._attempts.is_running(session_id):
             raise InfrastructureFailure(f"{session_id} was stopped before it started", Reason.CANCELLED)
 
-    # --- what runs, and what has ended -----------------------------------------------------------
+    # --- exit detection --------------------------------------------------------------------------
 
     async def _follow(self, session_id: str) -> None:
         """Poll until the agent has finished or the container has ended."""
@@ -430,13 +435,14 @@ class ContainerRuntime:
                 self._attempts.record_exit(session_id, Exit(lingers=True))
 
     async def _watch(self) -> None:
-        """Detect dead containers with one list for all."""
+        """Detect dead containers with one list call for all."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LIST_INTERVAL_S):
                     await self._no_answer.wait()
             self._no_answer.clear()
-            # Before the list: one that is placed while it is under way is not in it.
+            # Select sessions before the list call: a container created during the call is missing from its
+            # answer.
             followed = [
                 s for s in self._attempts if self._urls.get(s) is not None and s not in self._launches
             ]
@@ -457,7 +463,7 @@ class ContainerRuntime:
                     tail = await self._engine.logs(container_name(session_id))
                     self._attempts.record_exit(session_id, Exit(died.failure, tail, lingers=True))
 
-    # --- small things ----------------------------------------------------------------------------
+    # --- helpers ---------------------------------------------------------------------------------
 
     async def _remove(self, session_id: str) -> None:
         await self._containers.remove(session_id)
@@ -470,5 +476,5 @@ class ContainerRuntime:
 
 
 def _is_working(said: PingResponse, session_id: str) -> bool:
-    """A server that does not list its sessions has only this one."""
+    """Whether the agent works on the session; a server that does not list sessions has only this one."""
     return said.status != "Healthy" if said.active is None else session_id in said.active

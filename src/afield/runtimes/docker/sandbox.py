@@ -1,9 +1,10 @@
-"""Container sandbox: commands in a fresh container, for verifiers or an agent's output.
+"""Docker sandbox: runs commands in a fresh container, for verifiers or an agent's output.
 
-The image needs a shell and `cat`. The container is removed when the block ends; one that is left by a killed
-process carries the run's labels and is cleaned up like an agent's. Commands have no network unless the
-options name one. A command that times out is killed with all other processes of the container or, while other
-commands run there, with all processes that carry its mark in their environment.
+1. The image needs a shell and `cat`. Commands have no network unless the options name one.
+2. `async with` removes the container at its end. A container left by a killed process carries the run's
+labels, and `afield cleanup` removes it like an agent's.
+3. A command that times out is killed with all other processes of the container. While other commands run
+there, only processes with the command's mark in their environment are killed.
 """
 
 from __future__ import annotations
@@ -40,19 +41,20 @@ if TYPE_CHECKING:
 STDOUT, STDERR = 1, 2
 KEPT = 4 * 2**20
 CHUNK = 2**16
-# How long what was killed may take to be gone.
+# Time for killed processes to disappear, in seconds; then the container is restarted.
 GONE_S = 10.0
-# After a command's own end: for what a child that holds its output may still say.
+# Time to read remaining output after a command has ended, in seconds: its children may hold the stream open.
 LAST_WORDS_S = 1.0
-# Between two looks at a command: at first, and when its output has ended; at most.
+# Interval between checks of a command, in seconds: first value, also used once its output has ended, and
+# maximum.
 SOON_S, SELDOM_S = 0.05, 2.0
 MARK = "AFIELD_COMMAND"
-# As the first process: it cannot be killed from inside, and buries what has lost its parent. Without
-# `command` a shell ends when there is no room for another process.
+# Init process of the container: commands cannot kill it, and it reaps orphans. Without `command`, a shell
+# exits when fork fails.
 IDLE = "while :; do command eval 'sleep 86400'; done"
-# Everything in the container but the first process and this shell.
+# Kills all processes of the container except init and this shell.
 KILL_ALL = "kill -KILL -1 2>/dev/null; :"
-# Until none is left: while some are killed, others may be forked.
+# Repeats until none is left, because killed processes may have forked.
 KILL_MARKED = """
 for round in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
   found=
@@ -64,7 +66,7 @@ for round in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
   [ "$found" ] || exit 0
 done; :
 """
-# Whoever writes to a pipe waits for a reader that may never come.
+# Rejects named pipes, where opening for writing blocks until a reader appears.
 WRITE = """
 if [ -e "$1" ] && [ ! -f "$1" ]; then
   echo "it is there, and is no plain file" >&2; cat > /dev/null; exit 1
@@ -76,7 +78,7 @@ NO_FILE = 44
 
 
 class OutputBuffer:
-    """Bounded output: keeps the first and the last part of a stream."""
+    """Output buffer of bounded size: keeps the first and the last part of a stream."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -112,7 +114,7 @@ class OutputBuffer:
 
 
 class CompleteOutput(OutputBuffer):
-    """Output that is useless if truncated: reading stops at the limit."""
+    """Output buffer that stops reading at the limit, for data that is useless if truncated."""
 
     def add(self, data: bytes) -> None:
         super().add(data)
@@ -128,10 +130,10 @@ class _CommandResult(Struct, frozen=True):
 
 
 class ContainerSandbox:
-    """Sandbox in a container. The network `bridge`, the default for agents, becomes `none`: name a network to
-    have one.
+    """Sandbox in a container.
 
-    `keep_bytes` limits the output kept of a command, `most_bytes` the size of a file that is read.
+    The network `bridge`, the default for agents, becomes `none`; name another network to allow one.
+    `keep_bytes` limits the output kept per stream of a command, `most_bytes` the size of a downloaded file.
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class ContainerSandbox:
         self._options = replace(given, image=image or given.image, network=network, init=False)
         self._engine = DockerEngine(self._options)
         self._run = name
-        # Of the form that sessions have, so that it is listed and stopped like one.
+        # In the form of a session id, so that `list` and `afield cleanup` handle it like a session.
         self._session_id = f"sandbox-{uuid4().hex}.1"
         self._name = container_name(self._session_id)
         self._keep_bytes, self._most_bytes = keep_bytes, most_bytes
@@ -253,8 +255,9 @@ class ContainerSandbox:
     async def _wait_exit(
         self, talking: asyncio.Task[None], running: _EngineExec, timeout: float
     ) -> int | None:
-        """Exit code, or None on timeout. The output may end before the command, and processes it leaves
-        behind may hold it open.
+        """Wait for the exit code; None on timeout.
+
+        The output may end before the command does, or stay open after it in background processes.
         """
         end = time.monotonic() + timeout
         pause_s = SOON_S
@@ -272,9 +275,7 @@ class ContainerSandbox:
         return None
 
     async def _kill(self, mark: str, running: _EngineExec, talking: asyncio.Task[None]) -> None:
-        """Kill a command; if that fails, restart the container, which loses all memory and processes in
-        it.
-        """
+        """Kill a command. If that fails, restart the container, which ends all its processes."""
         if self._running > 1:
             argv = ["/bin/sh", "-c", KILL_MARKED, "kill", f"{MARK}={mark}"]
         else:
@@ -301,7 +302,7 @@ class ContainerSandbox:
 
 
 class _EngineExec:
-    """One exec of the engine with the connection for its input and output."""
+    """One exec of the engine, with the connection for its input and output."""
 
     def __init__(
         self,
@@ -317,18 +318,19 @@ class _EngineExec:
         made = api.exec_create(container, argv, stdin=bool(stdin), environment=env, workdir=cwd)
         self._id = made["Id"]
         self._link: Any = api.exec_start(self._id, socket=True)
-        # What the library gives is a file over a socket where the engine is local, else a socket.
+        # The library returns a file object around a socket for a local engine, and a socket for a remote one.
         self._socket: socket.socket = getattr(self._link, "_sock", self._link)
         self._socket.settimeout(None)
 
     def talk(self, out: OutputBuffer, err: OutputBuffer) -> None:
-        """Copy output until both streams end or `close` is called."""
+        """Copy output until the connection ends or `close` is called."""
         try:
             while header := self._read(8):
                 stream, size = struct.unpack(">BxxxL", header)
                 (err if stream == STDERR else out).add(self._read(size))
         except OSError:
-            pass  # Closed by us, or with the container; what became of the command the engine knows.
+            # The connection was closed here or by the container; `exit_code` tells how the command ended.
+            pass
         finally:
             self._link.close()
             self._socket.close()
@@ -363,7 +365,7 @@ class _EngineExec:
                     self._socket.shutdown(socket.SHUT_WR)
 
     def exit_code(self) -> int | None:
-        """None while it runs, or if the engine has forgotten it."""
+        """Exit code; None while the command runs."""
         told = self._api.exec_inspect(self._id)
         return None if told["Running"] else told["ExitCode"]
 
@@ -374,7 +376,7 @@ class _EngineExec:
 
 
 def _run(api: APIClient, container: str, argv: list[str]) -> bool:
-    """Whether the command ran: a container may be out of processes, or have lost its shell."""
+    """Run a command; returns False if it fails, e.g. without free process ids or a shell."""
     from docker.errors import APIError
 
     try:

@@ -229,7 +229,7 @@ class KubernetesRuntime:
             await self._group.__aexit__(None, None, None)
             await self._namespace.close()
 
-    # --- the verbs -------------------------------------------------------------------------------
+    # --- runtime interface -----------------------------------------------------------------------
 
     async def check(self) -> None:
         try:
@@ -346,7 +346,7 @@ class KubernetesRuntime:
         except AfieldError as error:
             log.warning("%s was not launched, and its Job could not be deleted: %s", session.id, error)
 
-    # --- what is seen ----------------------------------------------------------------------------
+    # --- observed state --------------------------------------------------------------------------
 
     async def _track(self, session_id: str) -> KubernetesSession:
         """Start watching a session."""
@@ -388,7 +388,7 @@ class KubernetesRuntime:
             later = asyncio.get_running_loop().call_later
             session.review_timer = later(CAUSE_DELAY_S, self._review, session, True)
 
-    # --- ends ------------------------------------------------------------------------------------
+    # --- session ends ----------------------------------------------------------------------------
 
     def _end(self, session: KubernetesSession, end: SessionEnd) -> None:
         if session.ending or not self._open:
@@ -425,7 +425,7 @@ class KubernetesRuntime:
         if await self._sessions.is_working(session) is False and end_of(session.observed) is None:
             self._end(session, SessionEnd())
 
-    # --- small things ----------------------------------------------------------------------------
+    # --- helpers ---------------------------------------------------------------------------------
 
     def _job_status(self, job: Job, session_id: str) -> SessionStatus:
         born = job.metadata.creation_timestamp

@@ -147,7 +147,7 @@ class ForkServerActor:
         if self._reading is not None:
             await asyncio.shield(self._reading)
 
-    # --- the warm parent -------------------------------------------------------------------------
+    # --- fork server -----------------------------------------------------------------------------
 
     async def _begin(self) -> ActorStatus:
         ours, theirs = socket.socketpair()

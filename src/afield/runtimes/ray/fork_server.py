@@ -130,7 +130,7 @@ class RayForkServer:
     def _say(self, event: Event) -> None:
         say(self._actor_socket, event)
 
-    # --- a session's life ------------------------------------------------------------------------
+    # --- session lifecycle -----------------------------------------------------------------------
 
     def _start(self, order: StartSession) -> None:
         log, log_fd = self._open_log(order.session_id)
@@ -212,7 +212,7 @@ class RayForkServer:
         del self._handlers[fd]
 
 
-# --- in the session's process --------------------------------------------------------------------
+# --- session process -----------------------------------------------------------------------------
 
 
 def _run_session(runner: Runner, order: StartSession, answer: int, log_fd: int, parent: int) -> NoReturn:

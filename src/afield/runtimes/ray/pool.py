@@ -273,7 +273,7 @@ class ActorPool:
         for task in self._actors.values():
             task.cancel()
 
-    # --- small things ----------------------------------------------------------------------------
+    # --- helpers ---------------------------------------------------------------------------------
 
     def _enter(self, place: PooledActor, session_id: str) -> PooledActor:
         place.sessions.add(session_id)

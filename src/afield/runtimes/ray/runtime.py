@@ -107,7 +107,7 @@ class RayRuntime:
         finally:
             await self._cluster.release()
 
-    # --- the verbs -------------------------------------------------------------------------------
+    # --- runtime interface -----------------------------------------------------------------------
 
     async def check(self) -> None:
         await self._pool.check()
@@ -212,7 +212,7 @@ class RayRuntime:
             raise InfrastructureFailure(f"{session_id} was stopped before it started", Reason.CANCELLED)
         self._follow(handle, session_id, f"{place.where}, pid {answer.pid}")
 
-    # --- what runs, and what has ended -----------------------------------------------------------
+    # --- exit detection --------------------------------------------------------------------------
 
     def _follow(self, handle: ActorHandle, session_id: str, where: str) -> None:
         self._sessions[session_id] = (handle, where)
@@ -270,7 +270,7 @@ class RayRuntime:
         others = await self._other_sessions()
         return next(((handle, live) for handle, live in others if live.session_id == session_id), None)
 
-    # --- small things ----------------------------------------------------------------------------
+    # --- helpers ---------------------------------------------------------------------------------
 
     def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         return self._group.create_task(work)
