@@ -2,8 +2,8 @@
 
 Every rollout counts once in every mean and deviation, however many branches, turns or tokens it has.
 Rollouts without a reward (task, verifier and infrastructure failures) have no advantage and stay out of the
-baseline. With per-turn `returns` each turn has its own advantage, and the mean of its turns stands for the
-rollout. A group with a single reward, or with equal rewards only, has advantages of exactly zero.
+baseline. With per-turn `returns` each turn has its own advantage, and a rollout counts with the mean of its
+turns. A group with a single reward, or with equal rewards only, has advantages of exactly zero.
 
 To add an estimator: write a function and add a line to `ESTIMATORS`.
 """
@@ -26,11 +26,11 @@ TurnAdvantages = float | Mapping[str, float]
 """Advantages of one rollout: one for all of its turns, or one by turn id."""
 Advantages = dict[str, float | dict[str, float]]
 """Advantages by rollout id."""
-_WHOLE = ""  # turn id under which a rollout's only score is kept
+_WHOLE = ""  # turn id of a rollout's only score
 
 
 def rewards_of(group: Group, floor: float = 0.0) -> dict[str, float]:
-    """Rewards that train, by rollout id."""
+    """Rewards to train with, by rollout id."""
     pairs = ((f.rollout.id, f.outcome.reward_or_floor(floor)) for f in group.finished)
     return {rollout_id: reward for rollout_id, reward in pairs if reward is not None}
 
@@ -63,10 +63,12 @@ def compute_advantages(
 
 
 class Score(NamedTuple):
-    """Reward or returns of one rollout, and the number that stands for them in a baseline."""
+    """Reward or returns of one rollout."""
 
     level: float
+    """Reward of the rollout, or the mean of its turns; used in baselines."""
     turns: dict[str, float]
+    """Score by turn id; a single entry without per-turn returns."""
 
     @property
     def values(self) -> list[float]:
@@ -74,7 +76,7 @@ class Score(NamedTuple):
 
     @property
     def mean_square(self) -> float:
-        """Mean over the turns, so that a rollout of many turns counts as much as any other."""
+        """Mean square over the turns, so that every rollout counts the same."""
         return math.fsum(v * v for v in self.values) / len(self.values)
 
     def __sub__(self, baseline: float) -> Score:
@@ -95,7 +97,9 @@ class GroupScores(NamedTuple):
     """Scores of a group's rollouts, and of its greedy baseline if it has one."""
 
     rollouts: Scores
+    """Scores by rollout id."""
     greedy: float | None
+    """Score of the greedy baseline; None without one."""
 
     @property
     def mean(self) -> float:

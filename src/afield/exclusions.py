@@ -1,15 +1,14 @@
-"""Exclusions: which sampled tokens may be kept out of the loss.
+"""Exclusion reasons: why sampled turns are kept out of the loss.
 
-Nothing is kept out by guessing. A sampled turn is excluded on one of three grounds, and for no other reason
-than those registered here:
+A sampled turn is excluded only for a reason that is registered here, on one of three grounds:
 
-1. an exact fingerprint of a known harness's own side request (`FINGERPRINTS`), such as a title for its list
-   of sessions;
-2. the session's own word: `side_calls`, and a request that carries the header `x-afield-side-call: 1`;
-3. a fact of the record, such as a call that was cut off.
+1. fingerprint: the request is an exact, known side request of a harness (`FINGERPRINTS`), such as a session
+   title;
+2. session: a session setting, or the request header `x-afield-side-call: 1`;
+3. record: a recorded fact, such as a call that was cut off.
 
-A turn from which a trained turn descends is never a side call. Whole rollouts that train nothing (they
-failed, or there is nothing to compare them with) are not excluded turns: see `UntrainedReason`.
+A turn with a trained descendant is never a side call. Rollouts that train nothing as a whole are counted by
+`UntrainedReason` instead.
 """
 
 from __future__ import annotations
@@ -22,12 +21,14 @@ from typing import Literal
 from msgspec import Struct
 
 SideCalls = Literal["exclude", "declared", "train"]
-"""What a session does with side calls: `exclude` those that are declared and those whose fingerprint is
-known; exclude only those that are `declared`; or `train` everything."""
+"""Handling of side calls: `exclude` declared and fingerprinted ones, exclude only `declared` ones, or `train`
+all of them.
+"""
 
 AbandonedAnswers = Literal["exclude", "train"]
-"""What a session does with answers to a repeated request that nothing continues, beside one that something
-does: `exclude` them, or `train` them because its agent samples a request several times on purpose."""
+"""Handling of abandoned replies, which the client sampled again and continued from another reply: `exclude`
+them, or `train` them for agents that sample a request several times on purpose.
+"""
 
 SIDE = "side:"
 SIDE_CALL_HEADER = "x-afield-side-call"
@@ -35,106 +36,108 @@ Version = tuple[int, ...]
 
 
 class Ground(StrEnum):
-    """On what ground tokens are kept out of the loss."""
+    """Evidence on which a turn is excluded."""
 
     FINGERPRINT = "fingerprint"
-    """The request is, character by character, one that a known harness makes for itself."""
+    """The request equals a known side request of a harness, character by character."""
     SESSION = "session"
-    """The session, or the agent in a header of the request, said so."""
+    """A session setting or a request header excludes it."""
     RECORD = "record"
-    """What was recorded shows it."""
+    """The recorded call shows it, for example because it was cut off."""
 
 
 class ExclusionReason(StrEnum):
-    """Why a sampled turn is kept out of the loss. Fingerprints add their own, `side:HARNESS/REQUEST`."""
+    """Reason why a sampled turn is not trained. Fingerprints add reasons `side:HARNESS/REQUEST`."""
 
     ABORTED = "aborted"
-    """The call ended before its answer did: its client left, or the engine or the session was ended."""
+    """The call ended early: the client disconnected, or the engine or session ended."""
     DANGLING = "dangling"
-    """The gateway died under the call; what was sampled is unknown and counts as 0 tokens."""
+    """The gateway process died during the call; sampled tokens are unknown and count as 0."""
     UNDELIVERED = "undelivered"
-    """The answer was complete and its client left before it got the end of it."""
+    """The reply was complete, but the client disconnected before it received all of it."""
     SUPERSEDED = "superseded"
-    """The answer was cut off by `max_tokens`, and the client asked the same again with more room."""
+    """The reply was cut off by `max_tokens`, and the client repeated the request with a larger limit."""
     ABANDONED = "abandoned"
-    """The client asked the same again and went on from another answer."""
+    """The client repeated the request and continued from another reply."""
     TOO_LONG = "too_long"
-    """The row is longer than the trainer's context."""
+    """The sequence is longer than the trainer's context."""
     CONSTRAINED = "constrained"
-    """The reply was held to a form while it was sampled, and what trains it does not train such turns."""
+    """The reply was sampled with a grammar, and the trainer does not train such turns."""
     SIDE_DECLARED = "side:declared"
-    """The request carries the header `x-afield-side-call: 1`."""
+    """The request has the header `x-afield-side-call: 1`."""
 
 
 class UntrainedReason(StrEnum):
-    """Why the tokens of a whole rollout train nothing although none of its turns is excluded."""
+    """Reason why a whole rollout is not trained although its turns are not excluded."""
 
     TASK_FAILURE = "task_failure"
+    """The task or the agent's code failed, so there is no reward."""
     VERIFIER_FAILURE = "verifier_failure"
+    """The verifier failed, so there is no reward."""
     INFRASTRUCTURE_FAILURE = "infrastructure_failure"
-    """The rollout failed by no doing of the policy and carries no reward."""
+    """Infrastructure failed, so there is no reward."""
     NO_ADVANTAGE = "no_advantage"
-    """Its reward equals what it is measured against, or there is nothing to measure it against."""
+    """Its reward equals the baseline, or there is no baseline."""
     DROPPED_GROUP = "dropped_group"
-    """Its group has too few rewards, or is staler than allowed."""
+    """Its group has too few rewards or is too stale."""
     OTHER_BRANCH = "other_branch"
-    """`branches = "main"` trains one row of a session; this is another one."""
+    """`branches = "main"` trains one sequence per session; this is another one."""
 
 
 class Fingerprint(Struct, frozen=True, kw_only=True):
-    """An exact description of one side request of one harness, as its pinned releases really send it.
+    """Exact description of one side request of one harness, recorded from its pinned releases.
 
-    All of it has to hold. Texts are kept as SHA-256 of their UTF-8 bytes: one character more or less, and
-    the request is trained like any other.
+    All fields must match. Texts are compared by SHA-256 of their UTF-8 bytes.
     """
 
     harness: str
     """Name of the harness, as in `afield conformance`."""
     request: str
-    """What the harness asks for: `title`, for instance."""
+    """Purpose of the request, such as `title`."""
     dialect: str
-    """The API it is asked in: chat, anthropic, responses, gemini."""
+    """API of the request: chat, anthropic, responses or gemini."""
     agent: str
     """Product name in the User-Agent header, before the slash."""
     first: str
-    """The oldest version that was seen to send this."""
+    """Oldest version that was observed to send this request."""
     last: str
-    """The newest version that was seen to send this."""
+    """Newest version that was observed to send this request."""
     system: str
     """SHA-256 of the whole system text."""
     roles: tuple[str, ...]
-    """Roles of all messages, in order, without those of the system text."""
+    """Roles of all messages, in order, without system messages."""
     texts: tuple[str, ...] = ()
-    """SHA-256 of the user messages that are always the same, from the first one on."""
+    """SHA-256 of the leading user messages that never change."""
 
     @property
     def reason(self) -> str:
         return f"{SIDE}{self.harness}/{self.request}"
 
     def made_by(self, user_agent: str) -> bool:
-        """Whether a User-Agent header is that of the harness in a version that was looked at."""
+        """Whether a User-Agent header names the harness in a version between `first` and `last`."""
         product, slash, rest = user_agent.partition("/")
         version = _version(rest) if slash and product == self.agent else None
         return version is not None and version_of(self.first) <= version <= version_of(self.last)
 
 
 class RegisteredReason(Struct, frozen=True, kw_only=True):
-    """One reason of an exclusion, as docs and warnings explain it."""
+    """Exclusion reason with its ground and remedy, for docs and warnings."""
 
     name: str
-    """As it stands in `Exclusion.reason`."""
+    """Value of `Exclusion.reason`."""
     ground: Ground
+    """Evidence for the exclusion."""
     remedy: str
-    """What changes it, for somebody who wants these tokens trained."""
+    """How to train these tokens instead."""
 
 
 def digest(text: str) -> str:
-    """SHA-256 of a text, as fingerprints keep it."""
+    """SHA-256 of a text, as in `Fingerprint`."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def version_of(text: str) -> Version:
-    """`1.18.33` as numbers."""
+    """Parse a version such as `1.18.33` into numbers."""
     version = _version(text)
     if version is None:
         raise ValueError(f"version {text!r} must be numbers with dots between them, such as 1.18.33")
@@ -147,7 +150,7 @@ def _version(text: str) -> Version | None:
 
 
 FINGERPRINTS: tuple[Fingerprint, ...] = (
-    # In a terminal, for the list of sessions; `claude -p` does not ask.
+    # Title for the list of sessions; sent in interactive mode, not by `claude -p`.
     Fingerprint(
         harness="claude-code",
         request="title",
@@ -158,7 +161,7 @@ FINGERPRINTS: tuple[Fingerprint, ...] = (
         system="0d3b9b8dec55d8b91a504dff4f2d5c2728239a7c8fa19fe8b50c2bdd5476ac27",
         roles=("user",),
     ),
-    # Beside the first turn of every session.
+    # Title, requested together with the first turn of every session.
     Fingerprint(
         harness="opencode",
         request="title",
@@ -171,7 +174,7 @@ FINGERPRINTS: tuple[Fingerprint, ...] = (
         texts=("343ad246dc9ed907e2c13991cdf17f7818c651ed05f9ba6679bc7e584298e07a",),
     ),
 )
-"""Side requests of harnesses, each seen on the wire in the versions it names (`afield conformance`)."""
+"""Known side requests of harnesses, recorded with `afield conformance`."""
 
 _TRAIN_THEM = 'side_calls = "train" trains them'
 _RECORD = {
@@ -200,11 +203,11 @@ REASONS: dict[str, RegisteredReason] = {
         ),
     )
 }
-"""Every reason there is, by name."""
+"""All exclusion reasons, by name."""
 
 
 def check_reason(name: str) -> str:
-    """The reason, if it is a registered one."""
+    """Return `name` if it is registered; raises ValueError otherwise."""
     if name not in REASONS:
         raise ValueError(f"{name!r} is no reason to exclude a turn; registered are: {', '.join(REASONS)}")
     return name

@@ -1,8 +1,8 @@
-"""Token account: what became of every sampled token, by reason.
+"""Token account: sampled tokens by trained, excluded and untrained, with reasons.
 
-Sampled tokens are trained, excluded turn by turn (`exclusions.REASONS`), or belong to rollouts that train
-nothing (`exclusions.UntrainedReason`). Step lines, summaries, metrics of veRL and TRL, and the client's
-results all show this one account.
+Sampled tokens are trained, or excluded turn by turn (`exclusions.REASONS`), or belong to rollouts that train
+nothing (`exclusions.UntrainedReason`). Step lines, summaries, metrics of veRL and TRL, and client results all
+use this account.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from afield.exclusions import REASONS, UntrainedReason
 from afield.types import FailureKind, RolloutResult
 
 LIMIT = 0.05
-"""The share of sampled tokens above which a run says that it excludes them."""
+"""Share of excluded tokens above which a run logs a warning."""
 _FAILED = {
     FailureKind.TASK: UntrainedReason.TASK_FAILURE,
     FailureKind.VERIFIER: UntrainedReason.VERIFIER_FAILURE,
@@ -32,9 +32,9 @@ class TokenAccount(Struct, frozen=True, kw_only=True):
     trained: int = 0
     """Tokens in the loss."""
     excluded: Mapping[str, int] = field(default_factory=dict)
-    """Tokens of turns that are kept out of the loss, by reason."""
+    """Tokens of excluded turns, by reason."""
     untrained: Mapping[str, int] = field(default_factory=dict)
-    """Tokens of rollouts that train nothing, by reason; without those that are excluded."""
+    """Tokens of rollouts that train nothing, by reason; excluded tokens are not counted again."""
 
     def __add__(self, other: Self) -> TokenAccount:
         return TokenAccount(
@@ -49,21 +49,21 @@ class TokenAccount(Struct, frozen=True, kw_only=True):
 
     @property
     def trained_share(self) -> float:
-        """Of the sampled tokens; 1 where none were sampled."""
+        """Share of sampled tokens that are trained; 1 if none were sampled."""
         return self.trained / self.sampled if self.sampled else 1.0
 
     @property
     def excluded_share(self) -> float:
-        """Of the sampled tokens; 0 where none were sampled."""
+        """Share of sampled tokens that are excluded; 0 if none were sampled."""
         return sum(self.excluded.values()) / self.sampled if self.sampled else 0.0
 
     def idle(self, reason: UntrainedReason) -> TokenAccount:
-        """The same tokens where nothing was trained after all, for this reason."""
+        """Return this account with all trained tokens moved to `untrained` under `reason`."""
         untrained = Counter(self.untrained) + Counter({str(reason): self.trained})
         return TokenAccount(excluded=self.excluded, untrained=untrained)
 
     def metrics(self) -> dict[str, float]:
-        """As numbers with names: shares, and tokens by reason where there are any."""
+        """Metrics by name: shares, and token counts by reason."""
         return {
             "delivered_share": self.trained_share,
             "excluded_share": self.excluded_share,
@@ -78,7 +78,7 @@ class TokenAccount(Struct, frozen=True, kw_only=True):
         }
 
     def warning(self, limit: float = LIMIT) -> str | None:
-        """One line when more than `limit` of the sampled tokens are excluded: why, and what changes it."""
+        """Return a warning with reasons and remedies if more than `limit` of the tokens are excluded."""
         if self.excluded_share <= limit:
             return None
         remedies = dict.fromkeys(REASONS[r].remedy for r in largest(self.excluded) if r in REASONS)
@@ -89,14 +89,14 @@ class TokenAccount(Struct, frozen=True, kw_only=True):
 
 
 class ExclusionWatch:
-    """The account of a run as it grows, and when to warn: once, and again when a new reason comes."""
+    """Token account of a run, with one warning per new exclusion reason."""
 
     def __init__(self, account: TokenAccount | None = None) -> None:
         self.account = account or TokenAccount()
         self._reasons: set[str] = set()
 
     def add(self, account: TokenAccount) -> str | None:
-        """Takes more tokens in; gives a warning that has not been given yet."""
+        """Add tokens; returns a warning if a new reason appears and too many tokens are excluded."""
         self.account += account
         reasons = set(self.account.excluded)
         if reasons <= self._reasons or (warning := self.account.warning()) is None:
@@ -106,7 +106,7 @@ class ExclusionWatch:
 
 
 def count_tokens(finished: Iterable[RolloutResult]) -> TokenAccount:
-    """Of rollouts before a trainer has seen them: whatever carries a reward counts as trained."""
+    """Count the tokens of rollouts before training: tokens of rollouts with a reward count as trained."""
     trained = 0
     excluded: Counter[str] = Counter()
     untrained: Counter[str] = Counter()
@@ -122,7 +122,7 @@ def count_tokens(finished: Iterable[RolloutResult]) -> TokenAccount:
 
 
 def failure_reason(finished: RolloutResult) -> UntrainedReason | None:
-    """Why a rollout carries no reward; None if it carries one. A policy failure does: the floor."""
+    """Return why a rollout has no reward; None if it has one. A policy failure has the floor reward."""
     failure = finished.outcome.failure
     if finished.outcome.reward_or_floor(0.0) is not None or failure is None:
         return None
@@ -130,15 +130,15 @@ def failure_reason(finished: RolloutResult) -> UntrainedReason | None:
 
 
 def largest(tokens: Mapping[str, int]) -> list[str]:
-    """Reasons, those with most tokens first."""
+    """Reasons by number of tokens, largest first."""
     return sorted((reason for reason, n in tokens.items() if n), key=lambda reason: (-tokens[reason], reason))
 
 
 def listed(tokens: Mapping[str, int]) -> str:
-    """For people: `side:opencode/title 320, aborted 12`."""
+    """Format token counts for a message: `side:opencode/title 320, aborted 12`."""
     return ", ".join(f"{reason} {tokens[reason]}" for reason in largest(tokens))
 
 
 def metric_name(text: str) -> str:
-    """As part of a metric's name."""
+    """Convert text to a part of a metric name."""
     return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_") or "unknown"

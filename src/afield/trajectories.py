@@ -1,10 +1,11 @@
-"""Forest to trajectories (pure).
+"""Training sequences (trajectories) from a session's turn tree.
 
-`linear` gives rows from a root to a last trained turn, in the order those were committed: what was cut
-off or set aside behind it makes no row. Every sampled turn is owned by the first row that holds it and
-is context in the others, so each sampled token is trained exactly once, or named in `excluded` with a
-reason. `per_turn` gives a row for each turn, `tree` the nodes themselves. Whatever the form, the weights
-of a rollout's rows add up to 1.
+1. `linear`: one sequence per path from a root to a last trained turn. A turn on several paths is trained in
+   the first sequence and is context in the others.
+2. `per_turn`: one sequence per trained turn, with its whole prompt as context.
+3. `tree`: one node per turn.
+
+Each sampled token is trained exactly once or excluded with a reason. Weights of the sequences add up to 1.
 """
 
 from __future__ import annotations
@@ -18,16 +19,22 @@ from afield.exclusions import check_reason
 from afield.turn_tree import TurnTree
 from afield.types import Exclusion, ImageSpan, Trajectory, Turn, TurnRange, TurnStatus, VersionSpan
 
-Withheld = Mapping[str, str]  # turn id to the reason it is kept out of the loss
+Withheld = Mapping[str, str]
+"""Reasons of excluded turns, by turn id."""
 NOTHING: Withheld = {}
 
 
 class Assembled(Struct, frozen=True):
+    """Training sequences and excluded turns of a session."""
+
     trajectories: tuple[Trajectory, ...]
+    """Training sequences."""
     excluded: tuple[Exclusion, ...]
+    """Sampled turns that are in no sequence's loss."""
 
 
 def why_excluded(turn: Turn, withheld: Withheld) -> str | None:
+    """Return the reason why a turn is not trained; None if it is trained."""
     if turn.status is not TurnStatus.COMMITTED:
         return str(turn.status)
     return withheld.get(turn.id)
@@ -41,6 +48,7 @@ def exclusions(forest: TurnTree, withheld: Withheld = NOTHING) -> tuple[Exclusio
 
 
 def linear(forest: TurnTree, withheld: Withheld = NOTHING) -> Assembled:
+    """Assemble one sequence per path from a root to a last trained turn."""
     trained = [turn for turn in forest.turns if turn.token_ids and not why_excluded(turn, withheld)]
     inner: set[str] = set()
     for turn in trained:
@@ -60,7 +68,7 @@ def linear(forest: TurnTree, withheld: Withheld = NOTHING) -> Assembled:
 
 
 def per_turn(forest: TurnTree, withheld: Withheld = NOTHING) -> Assembled:
-    """Each turn with its whole prompt as context: what an engine saw, call by call."""
+    """Assemble one sequence per trained turn, with its whole prompt as context."""
     trained = [turn for turn in forest.turns if turn.token_ids and not why_excluded(turn, withheld)]
     rows = [(forest.path(turn.id), {turn.id}) for turn in trained]
     return _assemble(rows, exclusions(forest, withheld))
@@ -113,7 +121,7 @@ def _row(path: list[Turn], mine: set[str], total: int) -> Trajectory:
 
 
 def tree(forest: TurnTree, withheld: Withheld = NOTHING) -> list[dict[str, Any]]:
-    """The nodes, each with the ids it adds to its parent's. `versions` counts from the node's own start."""
+    """One node per turn, with the token ids that it adds to its parent's; offsets count from its first id."""
     nodes: list[dict[str, Any]] = []
     for turn in forest.turns:
         before = len(turn.delta_ids)

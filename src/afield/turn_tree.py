@@ -1,10 +1,10 @@
-"""The token forest of one session: which turn descends from which (pure, in memory).
+"""Turn tree: the model calls of a session by parent, matched to requests by content.
 
-A turn is added once and never changes. A request finds its place by content: `chain` gives one
-digest per prefix of its messages, and `find` the deepest turn whose conversation is such a prefix.
-Clients re-serialise what they echo, so messages are compared in a canonical form: tool arguments as
-JSON values, null, "" and absent content alike, text trimmed, provider ids and reasoning ignored.
-Nothing is overwritten: what matches nothing starts a new root, what matches in the middle a branch.
+1. Turns are added once and never change.
+2. `chain` computes one digest per prefix of a request's messages; `find` returns the deepest turn whose
+   conversation is such a prefix. A request that continues no turn starts a new root.
+3. Messages are compared in a canonical form, because clients re-serialize them: tool arguments by JSON value,
+   text stripped, missing content equal to "", provider ids and reasoning ignored.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from itertools import islice
 
 from afield.types import Message, Turn, TurnStatus
 
-_KEPT = 2
-_RESPONSE = re.compile(r".*[-_](t\d+)")  # the id of a response ends with the turn's
-_DIGITS = 9  # of a call's number; no session has more calls
+_KEPT = 2  # prompts in the cache
+_RESPONSE = re.compile(r".*[-_](t\d+)")  # a response id ends with the turn id
+_DIGITS = 9  # longest call number
 
 
 def turn_named(name: str, known: Container[str], answered: Sequence[str]) -> str | None:
-    """The id of the turn that this names: by its id, by that of the response to it, or by the number of the
-    answered call, from 0. None if there is none.
-    """
+    """Resolve a turn by turn id, response id, or number of the answered call from 0; None if unknown."""
     if name in known:
         return name
     if (n := call_number(name)) is not None:
@@ -40,11 +38,13 @@ def call_number(name: str) -> int | None:
 
 
 def listed(turns: Sequence[str]) -> str:
-    """Ids of turns, for people to read."""
+    """Format turn ids for a message; at most eight."""
     return ", ".join(turns[:8]) + (", ..." if len(turns) > 8 else "") or "none"
 
 
 class TurnTree:
+    """Turns of one session with their parents. In memory, without I/O; may have several roots."""
+
     def __init__(self, turns: Iterable[Turn] = ()) -> None:
         self._turns: dict[str, Turn] = {}
         self._by_digest: dict[str, list[str]] = {}
@@ -52,8 +52,9 @@ class TurnTree:
         self._by_call: dict[str, str] = {}
         self._parents: set[str] = set()
         self._roots: list[Turn] = []
-        self._prompts: dict[str, tuple[int, ...]] = {}  # of the latest turns; see `keep`
+        self._prompts: dict[str, tuple[int, ...]] = {}  # prompts of the latest turns; see `keep`
         self.pictured = False
+        """Whether any prompt has images."""
         self._lengths: dict[str, int] = {}
         for turn in turns:
             self.add(turn)
@@ -69,11 +70,11 @@ class TurnTree:
 
     @property
     def turns(self) -> list[Turn]:
-        """In the order they were committed."""
+        """All turns, in the order they were added."""
         return list(self._turns.values())
 
     def latest(self, count: int) -> Iterable[Turn]:
-        """The last ones to be committed, the very last first."""
+        """Iterate over the last `count` turns, newest first."""
         return islice(reversed(self._turns.values()), count)
 
     @property
@@ -81,7 +82,7 @@ class TurnTree:
         return self._roots
 
     def add(self, turn: Turn) -> None:
-        """Take a turn in. Adding the same turn again is harmless; another one under its id is an error."""
+        """Add a turn. Repeating is harmless; a different turn with the same id raises ValueError."""
         known = self._turns.get(turn.id)
         if known == turn:
             return
@@ -105,18 +106,18 @@ class TurnTree:
         if turn.status is TurnStatus.COMMITTED:
             self._by_digest.setdefault(turn.digest, []).append(turn.id)
             for call in turn.messages[-1].tool_calls if turn.messages else ():
-                # An id that models spell themselves and spell twice names nobody.
+                # Some models sample call ids themselves: an id that two turns share identifies neither.
                 self._by_call[call.id] = turn.id if self._by_call.get(call.id, turn.id) == turn.id else ""
 
     def path(self, turn_id: str) -> list[Turn]:
-        """From the root to this turn."""
+        """Turns from the root to this one."""
         path = [self._turns[turn_id]]
         while (parent := path[-1].parent) is not None:
             path.append(self._turns[parent])
         return path[::-1]
 
     def ids(self, turn_id: str, more: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """Everything the engine saw and sampled up to the end of this turn; and `more` behind it."""
+        """Token ids of all prompts and replies up to the end of this turn, followed by `more`."""
         turn = self._turns[turn_id]
         if (prompt := self._prompts.get(turn_id)) is not None:
             return prompt + (turn.token_ids + more)
@@ -130,24 +131,24 @@ class TurnTree:
         return tuple(ids)
 
     def kept(self, turn_id: str) -> tuple[int, ...]:
-        """The prompt of a turn, if it was kept: the same object."""
+        """Cached prompt of a turn, as the same object; empty if it is not cached."""
         return self._prompts.get(turn_id, ())
 
     def keep(self, turn_id: str, prompt: tuple[int, ...]) -> None:
-        """Remember the prompt of a turn whose conversation is likely to go on."""
+        """Cache the prompt of a turn whose conversation is likely to continue."""
         self._prompts[turn_id] = prompt
         if len(self._prompts) > _KEPT:
             del self._prompts[next(iter(self._prompts))]
 
     def _above(self, turn_id: str, tip: str) -> bool:
-        """Whether a turn is on the way to a tip."""
+        """Whether a turn is on the path from the root to `tip`."""
         at: str | None = tip
         while at is not None and at != turn_id and self._lengths[at] > self._lengths[turn_id]:
             at = self._turns[at].parent
         return at == turn_id
 
     def sent(self, turn_id: str) -> list[int]:
-        """The same as it goes to an engine, which expands images itself."""
+        """Token ids as `ids`, with one placeholder per image as sent to the engine."""
         ids: list[int] = []
         for turn in self.path(turn_id):
             ids.extend(turn.sent_ids or turn.delta_ids)
@@ -155,7 +156,7 @@ class TurnTree:
         return ids
 
     def sampled(self, turn_id: str) -> list[tuple[int, int]]:
-        """Where in `sent` the tokens lie that were sampled, from and to, in order."""
+        """Ranges (start, end) of sampled tokens in `sent`, in order."""
         spans: list[tuple[int, int]] = []
         end = 0
         for turn in self.path(turn_id):
@@ -168,15 +169,15 @@ class TurnTree:
         return self._lengths[turn_id]
 
     def knows(self, digest: str) -> bool:
-        """Whether a turn ends a conversation with this digest."""
+        """Whether a committed turn ends a conversation with this digest."""
         return digest in self._by_digest
 
     def asked(self, digest: str) -> list[Turn]:
-        """The turns, of any status, that answered this conversation."""
+        """Turns of any status whose request has this digest."""
         return [self._turns[turn_id] for turn_id in self._by_request.get(digest, ())]
 
     def caller(self, call_id: str) -> Turn | None:
-        """The turn that made a tool call."""
+        """Turn that made a tool call; None if unknown or ambiguous."""
         turn_id = self._by_call.get(call_id)
         return self._turns[turn_id] if turn_id else None
 
@@ -192,14 +193,20 @@ class TurnTree:
         apart: Callable[[str], bool] = lambda _: False,
         again: Container[str] = (),
     ) -> tuple[int, Turn] | None:
-        """The deepest turn whose conversation is a prefix of the request, and how many messages it covers.
+        """Find the deepest turn whose conversation is a prefix of the request.
 
-        Twins sampled the same words. A hint (a turn id the client echoed) tells them apart, wherever
-        it is on the path, and so do the client's own threads (`apart`: a turn is of another one) and
-        reasoning that `messages` repeat. Without any the latest twin is taken that was not `missed` by its
-        client and that nothing continues yet: of two clients that got the same words, each has its own. The
-        retry of a call that broke off, or whose answer may be given `again`, goes on from the twin that
-        the call went on from.
+        Returns the number of messages that it covers, and the turn. Of several turns with the same
+        conversation, each rule keeps the matching ones if there are any:
+
+        1. most turns on its path are in `hints`, the turn ids that the client echoed;
+        2. it is not `apart`, in another thread of the client;
+        3. its reasoning equals the reasoning in `messages`;
+        4. it is not in `missed`, the turns whose reply did not reach the client;
+        5. it is the parent of an earlier turn in `again` with the same request;
+        6. it is the parent of an aborted turn with the same request, or else has no children, so that two
+           clients with equal conversations each continue their own.
+
+        The latest of the remaining turns is returned.
         """
         for depth in range(len(digests), 0, -1):
             if twins := self._by_digest.get(digests[depth - 1]):
@@ -214,27 +221,27 @@ class TurnTree:
         return None
 
     def _most_named(self, twins: list[str], named: set[str]) -> list[str]:
-        """The twins with most named turns on their paths; a turn that the client edited is on none."""
+        """Keep the twins with most of the named turns on their paths."""
         if not named:
             return twins
         counts = {t: sum(turn.id in named for turn in self.path(t)) for t in twins}
         return [t for t in twins if counts[t] == max(counts.values())]
 
     def _free(self, twins: list[str], asked: str) -> list[str]:
-        """The twin that a broken call with the same request went on from, or those that nothing continues."""
+        """Keep the parents of aborted turns with the same request, or else the twins without children."""
         broken = {turn.parent for turn in self.asked(asked) if turn.status is TurnStatus.ABORTED}
         tried = [t for t in twins if t in broken]
         return tried or [t for t in twins if t not in self._parents] or twins
 
     def _thought(self, turn_id: str, messages: Sequence[Message]) -> bool:
-        """Whether the reasoning on the way to a turn is what these messages repeat of it."""
+        """Whether the reasoning in `messages` equals the reasoning on the path to a turn."""
         ours = [message for turn in self.path(turn_id) for message in turn.messages]
         pairs = zip(ours, messages, strict=False)
         return all(m.reasoning.strip() in ("", mine.reasoning.strip()) for mine, m in pairs)
 
     @property
     def leaves(self) -> list[Turn]:
-        """Turns nothing extends, in the order they were committed."""
+        """Turns without children, in the order they were added."""
         return [turn for turn in self._turns.values() if turn.id not in self._parents]
 
     @property
@@ -243,7 +250,7 @@ class TurnTree:
 
 
 def chain(root: str, messages: Sequence[Message]) -> list[str]:
-    """One digest per prefix of the conversation; equal digests mean equal canonical conversations."""
+    """Digest of each prefix of the conversation; equal digests mean equal canonical conversations."""
     digests: list[str] = []
     previous = root
     for message in messages:
@@ -256,13 +263,13 @@ def extend_digest(previous: str, message: Message) -> str:
     state = hashlib.blake2b(previous.encode(), digest_size=16)
     for part in canonical(message):
         said = part.encode("utf-8", "surrogatepass")
-        state.update(b"%d:" % len(said))  # lengths, so that no two lists of parts look alike
+        state.update(b"%d:" % len(said))  # length prefixes make the encoding unambiguous
         state.update(said)
     return state.hexdigest()
 
 
 def canonical(message: Message) -> list[str]:
-    """The parts of a message that tell it from others."""
+    """Canonical form of a message: role, stripped text, tool calls by value, and images."""
     parts = [message.role, message.content.strip()]
     for call in message.tool_calls:
         parts += ["call", call.name, arguments_value(call.arguments)]
@@ -274,7 +281,7 @@ def canonical(message: Message) -> list[str]:
 
 
 def arguments_value(text: str) -> str:
-    """Arguments by value: one spelling for all that clients make of the same JSON; else the text as it is."""
+    """Canonical JSON of tool arguments; text that is not JSON is returned unchanged."""
     return _spelled(text) if len(text) <= _REMEMBERED else _spell(text)
 
 
@@ -283,7 +290,7 @@ _REMEMBERED = 4096
 
 def _spell(text: str) -> str:
     if text.strip() in ("", "null"):
-        return "{}"  # what clients make of a call without arguments
+        return "{}"  # clients write a call without arguments in all three ways
     try:
         return json.dumps(json.loads(text, parse_float=_number), sort_keys=True, separators=(",", ":"))
     except (ValueError, RecursionError):
@@ -294,6 +301,6 @@ _spelled = lru_cache(maxsize=4096)(_spell)
 
 
 def _number(text: str) -> float | int:
-    """Numbers by value: 1e4, 10000.0 and 10000 are what different clients make of one number."""
+    """Parse a number by value: clients re-serialize 1e4 as 10000.0 or 10000."""
     value = float(text)
     return int(value) if value.is_integer() else value

@@ -1,4 +1,4 @@
-"""Rollouts as futures, batches and groups, for scripts, notebooks and async code."""
+"""Rollout client: futures, batches and groups for scripts, notebooks and async code."""
 
 from afield.client.batch import BatchItem
 from afield.client.futures import RolloutFuture, RolloutTimeout

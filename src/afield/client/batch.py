@@ -1,8 +1,8 @@
-"""Many rollouts at once: begun in their order, a few ahead of their turn, handed out as they end.
+"""Batches of rollouts: submitted in order, returned as they finish.
 
-What has ended waits as a future, without its turns and tokens, until it is asked for. A batch that is
-closed ends what still runs of it; one whose time is up does so too, and each of them comes out as a
-failure of its own.
+1. At most `ahead` rollouts are submitted and unfinished.
+2. Finished rollouts wait as futures; their turns and tokens are loaded when they are returned.
+3. Closing a batch cancels its running rollouts. A batch timeout ends them too, and returns each as a failure.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from afield.types import Failure, Group, Outcome, Rollout, RolloutResult
 
 
 class BatchItem(Struct, frozen=True, kw_only=True):
-    """A rollout of a batch that has ended.
-
-    `index` is the place of its row, `rollout` which one of its input it is, `elapsed` the seconds since it
-    was submitted.
-    """
+    """Finished rollout of a batch."""
 
     index: int
+    """Index of its row in the batch, from 0."""
     input_id: str
+    """Task id."""
     rollout: int
+    """Number of the rollout among those of its input, from 0."""
     elapsed: float
+    """Seconds from submission to the end."""
     finished: RolloutResult
+    """Outcome, training sequences and turns."""
 
     @property
     def outcome(self) -> Outcome:
@@ -45,19 +46,25 @@ class BatchItem(Struct, frozen=True, kw_only=True):
 
     @property
     def tokens(self) -> TokenAccount:
-        """What became of its sampled tokens, by reason."""
+        """Token account of this rollout."""
         return count_tokens([self.finished])
 
 
 class EndedRequest(Struct, frozen=True):
+    """Request with its completed future."""
+
     wish: RolloutRequest
+    """Request that was submitted."""
     future: RolloutFuture
+    """Future of its rollout."""
 
 
 Put = Callable[[EndedRequest | BaseException], object]
 
 
 class RolloutBatch:
+    """Submits requests in order and passes each to `put` when it has ended."""
+
     def __init__(
         self,
         wishes: Sequence[RolloutRequest],
@@ -92,7 +99,7 @@ class RolloutBatch:
             self._next()
 
     def expire(self, attempts: Callable[[str], int]) -> None:
-        """Its time is up: what has not ended comes out as a failure."""
+        """End the batch after its timeout: unfinished rollouts become timeout failures."""
         with self._lock:
             running, left = list(self._running.values()), list(self._left)
             self._left.clear()
@@ -105,7 +112,7 @@ class RolloutBatch:
             self._put(EndedRequest(wish, future))
 
     def _next(self) -> None:
-        with self._lock:  # held over both, so that the order stays
+        with self._lock:  # held over pop and submit to keep the order
             if not self._left:
                 return
             wish = self._left.popleft()
@@ -136,14 +143,14 @@ def as_item(ended: EndedRequest) -> BatchItem:
 
 
 class GroupAssembler:
-    """Puts rollouts of one input together. Those that wait for the others wait as futures."""
+    """Collects the rollouts of each group until the group is complete."""
 
     def __init__(self, wishes: Sequence[RolloutRequest]) -> None:
         self._missing = Counter(wish.rollout.group_id for wish in wishes)
         self._ended: defaultdict[str, list[EndedRequest]] = defaultdict(list)
 
     def add(self, ended: EndedRequest) -> Group | None:
-        """The group, when this was the last of it."""
+        """Add a rollout; returns the group if this was its last one."""
         rollout = ended.wish.rollout
         self._ended[rollout.group_id].append(ended)
         self._missing[rollout.group_id] -= 1

@@ -1,9 +1,9 @@
-"""A rollout that was submitted: any thread may wait for it, any event loop may await it.
+"""RolloutFuture: result of a submitted rollout, for threads and event loops.
 
-What came of a rollout is read from disk when it is asked for, so that ten thousand futures cost little.
-`result` gives a rollout that carries a reward or failed by the policy's own doing, and raises any other
-failure with its type; `finished` gives either as data. Waiting that runs out of time, or is cancelled,
-ends the rollout and its session wherever it runs: nobody else would.
+1. `result` returns a rollout with a reward or a policy failure and raises other failures; `finished` returns
+   any rollout, with its failure as data.
+2. Results are read from disk when they are requested, so that futures stay small.
+3. A wait that times out or is cancelled ends the rollout and its session.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ ERRORS: dict[FailureKind, type[RolloutFailure]] = {
 
 
 class RolloutTimeout(InfrastructureFailure, TimeoutError):
-    """A deadline ran out, the caller's or the rollout's own. Its session was ended."""
+    """The caller's or the rollout's own deadline passed. Its session was ended."""
 
 
 class RolloutFuture:
-    """Made by `RolloutClient.submit`. `end` gives a rollout up; `read` finds what came of it."""
+    """Future of one rollout, returned by `RolloutClient.submit`.
+
+    `end` ends the rollout with a reason; `read` loads its result by rollout id.
+    """
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class RolloutFuture:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since it was submitted, or that it took."""
+        """Seconds since submission; after the end, the duration of the rollout."""
         return (self._ended or time.monotonic()) - self._began
 
     def done(self) -> bool:
@@ -71,7 +74,7 @@ class RolloutFuture:
         return self._note.cancelled()
 
     def cancel(self) -> bool:
-        """End the rollout and its session. False when it was done before; whatever still comes is refused."""
+        """End the rollout and its session; a later outcome is refused. Returns False if it was done before."""
         if not self._claimed():
             return self._note.cancelled()
         self._note.cancel()
@@ -80,10 +83,9 @@ class RolloutFuture:
         return True
 
     def result(self, timeout: float | None = None) -> RolloutResult:
-        """What came of it. After `timeout` seconds it is given up, and TimeoutError is raised.
+        """Wait for the result. After `timeout` seconds, end the rollout and raise RolloutTimeout.
 
-        Raises the RolloutFailure when it failed by no doing of the policy, and CancelledError when it was
-        cancelled.
+        Raises a RolloutFailure for failures other than policy failures, and CancelledError after `cancel`.
         """
         note = self._within(timeout)
         failure = note.outcome.failure
@@ -92,11 +94,11 @@ class RolloutFuture:
         return self._found(note)
 
     def finished(self, timeout: float | None = None) -> RolloutResult:
-        """What came of it, where a failure of any kind is part of the outcome."""
+        """Wait for the result and return it, with any failure in its outcome."""
         return self._found(self._within(timeout))
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What `result` would raise, or None."""
+        """Wait for the result and return the exception that `result` raises, or None."""
         self._wait(timeout)
         if (error := self._note.exception()) is not None:
             return error
@@ -111,7 +113,7 @@ class RolloutFuture:
         told = loop.create_future()
 
         def tell(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits there
+            with contextlib.suppress(RuntimeError):  # the waiting loop is closed
                 loop.call_soon_threadsafe(lambda: told.done() or told.set_result(None))
 
         self._note.add_done_callback(tell)
@@ -123,13 +125,16 @@ class RolloutFuture:
         return await asyncio.to_thread(self.result, 0)
 
     def add_done_callback(self, call: Callable[[RolloutFuture], object]) -> None:
-        """Called once it is done, in the client's thread (or here, if it is done): it must not wait."""
+        """Call `call` when the rollout is done, in the client's thread, or now if it is done already.
+
+        The callback must not block.
+        """
         self._note.add_done_callback(lambda _: call(self))
 
-    # --- the client's side -----------------------------------------------------------------------
+    # --- called by the client --------------------------------------------------------------------
 
     def settle(self, note: RolloutSummary) -> bool:
-        """The first word counts."""
+        """Complete the future; returns False if it was completed before."""
         if claimed := self._claimed():
             self._note.set_result(note)
         return claimed
@@ -140,7 +145,7 @@ class RolloutFuture:
         return claimed
 
     def expire(self, told: str, attempts: int = 1) -> bool:
-        """Give it up for want of time. False when it was done before."""
+        """End the rollout with a timeout failure; returns False if it was done before."""
         failure = Failure(FailureKind.INFRASTRUCTURE, Reason.TIMEOUT, told)
         outcome = wire.failed(self.rollout.id, attempts, failure)
         if claimed := self._claimed():
@@ -150,7 +155,7 @@ class RolloutFuture:
         return claimed
 
     def _claimed(self) -> bool:
-        """True for the one caller that decides how this ends."""
+        """Claim the right to complete the future; returns True to the first caller only."""
         if not self._claim.acquire(blocking=False):
             return False
         self._ended = time.monotonic()
@@ -169,7 +174,7 @@ class RolloutFuture:
 
 
 def raisable(failure: Failure) -> RolloutFailure:
-    """A failure as the exception of its kind, with what the agent's side said of it."""
+    """Return the exception of a failure's kind, with the remote traceback as a note."""
     late = failure.kind is FailureKind.INFRASTRUCTURE and failure.reason is Reason.TIMEOUT
     made = (RolloutTimeout if late else ERRORS[failure.kind])(failure.message, failure.reason)
     if failure.traceback:

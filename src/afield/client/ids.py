@@ -1,8 +1,8 @@
-"""Rows to rollouts with ids that follow from what they are.
+"""Deterministic task, rollout and group ids for submitted rows.
 
-An input has the id it is given, or that its row carries as `id`, or one made of the row itself; its
-rollouts are counted. So the same program gives the same ids each time it is run. Rows are copied: what
-a caller does with them afterwards changes nothing. An input id stands for one row; another is a Conflict.
+1. A task id is given by the caller, or is the row's `id`, or a digest of the row.
+2. Rollouts of a task are numbered. The same program assigns the same ids in every run.
+3. Rows are copied. Two different rows with the same task id raise Conflict.
 """
 
 from __future__ import annotations
@@ -20,19 +20,24 @@ from afield.errors import Conflict, UsageError, WireError
 from afield.types import ID_PATTERN, Rollout, Sampling, Split, Task, check_id
 
 Row = Mapping[str, Any] | Task
-ROOM = 100  # of the 128 characters of an id; the rest is for counters
+ROOM = 100  # characters of an id for experiment and task; 28 are left for counters
 MARKS = {Split.TRAIN: "r", Split.VAL: "v"}
 
 
 class RolloutRequest(Struct, frozen=True):
-    """A rollout, the place of its row among the rows it came with, and which of its input it is."""
+    """Rollout to submit, with its position in the batch."""
 
     index: int
+    """Index of its row in the batch, from 0."""
     k: int
+    """Number of the rollout among those of its task, from 0."""
     rollout: Rollout
+    """Rollout to run."""
 
 
 class IdAllocator:
+    """Creates rollout requests with deterministic ids. Thread-safe."""
+
     def __init__(self, exp_id: str) -> None:
         self._exp_id = exp_id
         self._rows: dict[str, bytes] = {}
@@ -42,7 +47,7 @@ class IdAllocator:
     def requests(
         self, rows: Iterable[Row], count: int, *, sampling: Sampling | None, split: Split
     ) -> list[RolloutRequest]:
-        """Each row, so many times."""
+        """Create `count` requests per row."""
         return [
             self.request(task, index=index, sampling=sampling, split=split)
             for index, row in enumerate(rows)
@@ -81,7 +86,7 @@ class IdAllocator:
         return RolloutRequest(index, k, rollout)
 
     def _slug(self, input_id: str) -> str:
-        """An input id is free text, and a rollout id is not."""
+        """Part of a rollout id for a task id, which is free text: the same text, or a digest."""
         if ID_PATTERN.fullmatch(input_id) and len(self._exp_id) + len(input_id) < ROOM:
             return input_id
         return f"task-{hashlib.sha256(input_id.encode()).hexdigest()[:24]}"

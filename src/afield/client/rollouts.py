@@ -1,10 +1,10 @@
-"""Rollouts for scripts, notebooks and async code: submit rows, get futures, batches or groups.
+"""RolloutClient: submit rows, get futures, batches or groups of rollouts.
 
-One thread with one event loop owns the connections, the limiter and everything that listens, for all
-rollouts of a client; every method may be called from any thread. Rollouts have ids of the caller's, or
-ids that follow from experiment, input and a counter, so that the same program, started again on the same
-directory, takes up what it had finished instead of running it again. What a caller no longer waits for
-(a timeout, a cancel, a loop that was left, a client that was closed) is ended wherever it runs.
+1. One background thread with one event loop runs all rollouts of a client. Every method is thread-safe.
+2. Rollout ids are given by the caller, or derived from experiment, input and a counter. A program that is
+   started again on the same run directory reuses finished rollouts.
+3. A rollout is ended, wherever it runs, when its caller stops waiting: after a timeout or `cancel`, when a
+   batch loop is left early, or when the client is closed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CLOSED = "the client is closed; open another one, on the same directory it goes 
 
 
 class NullObserver:
-    """A observer that looks away."""
+    """Observer that ignores all events."""
 
     def attempt_ended(self, rollout: Rollout, outcome: Outcome, will_retry: bool) -> None: ...
 
@@ -47,7 +47,7 @@ class NullObserver:
 
 
 class TokenCounter:
-    """Tells a observer on, and keeps the account of the sampled tokens."""
+    """Observer that counts sampled tokens, warns about excluded ones and forwards all events."""
 
     def __init__(self, observer: RolloutObserver) -> None:
         self._observer = observer
@@ -67,21 +67,24 @@ class TokenCounter:
 
 
 class Options(TypedDict, total=False):
-    """Of a batch. Not given, `rollouts` of each row are as many as the plan says.
-
-    After `timeout` seconds what has not ended is ended, and comes out as a failure like any other.
-    """
+    """Options of a batch."""
 
     rollouts: int
+    """Rollouts per row; by default `RolloutConfig.rollouts`."""
     timeout: float | None
+    """Seconds until unfinished rollouts are ended and returned as failures; None is no limit."""
     sampling: Sampling | None
+    """Sampling parameters; None uses those of the run."""
     split: Split
+    """Training or validation; by default training."""
 
 
 class RolloutClient:
-    """`with`, or `start` and `close`. The parts come as they are made: they are entered in its own thread.
+    """Client that runs rollouts through a gateway, a runtime and a transport.
 
-    The run directory has run state and finished rollouts. `RolloutClient.open` takes names instead of parts.
+    Use it in a `with` block, or call `start` and `close`. The client enters gateway, runtime and transport in
+    its own thread, so pass them unopened. The run directory keeps run state and finished rollouts.
+    `RolloutClient.open` creates the components from names.
     """
 
     def __init__(
@@ -115,31 +118,31 @@ class RolloutClient:
 
     @classmethod
     def open(cls, **names: Any) -> RolloutClient:
-        """A client that is started, of parts that are named: see `afield.connect.client`."""
-        # Names are the business of a layer above this one; people look for the door here.
+        """Create a client from names and start it; see `afield.connect.client` for the arguments."""
+        # Imported by name because `afield.connect` imports this module.
         return import_module("afield.connect").client(**names).start()
 
     def start(self) -> Self:
-        """Returns once agents can be launched; raises what stands in the way of that."""
+        """Start the client; returns once agents can be launched, and raises if they cannot."""
         with self._lock:
             if self._closed:
                 raise UsageError(CLOSED)
             if self._thread is None:
                 name = f"afield-client-{self.config.exp_id}"
                 self._thread = threading.Thread(target=asyncio.run, args=(self._live_on(),), name=name)
-                self._thread.daemon = True  # a program that forgets to close must still be able to end
+                self._thread.daemon = True  # a program that does not call close() can still exit
                 self._thread.start()
         try:
             self._up.result()
         except BaseException:
-            self._close()  # also when somebody lost patience: what was started so far is ended
+            self._close()  # after KeyboardInterrupt too
             raise
         return self
 
     def close(self) -> None:
-        """End all that still runs, and everything that was started. Repeating is harmless.
+        """Cancel running rollouts and close all components. Repeating is harmless.
 
-        Raises what broke the client, if something did.
+        Raises the error that stopped the client, if there was one.
         """
         if broken := self._close():
             raise broken
@@ -150,7 +153,7 @@ class RolloutClient:
         if thread is not None:
             self._loop.result()
             self._tell(self._stop)
-            if thread is threading.current_thread():  # in a callback: it ends when that returns
+            if thread is threading.current_thread():  # called in a callback, which the thread cannot join
                 return None
             thread.join()
         broken, self._broken = self._broken, None
@@ -172,7 +175,7 @@ class RolloutClient:
 
     @property
     def tokens(self) -> TokenAccount:
-        """What became of the tokens of the rollouts that this client has run to their end, by reason."""
+        """Token account of the rollouts that this client has finished."""
         return self._observer.account
 
     # --- one rollout -----------------------------------------------------------------------------
@@ -186,12 +189,15 @@ class RolloutClient:
         sampling: Sampling | None = None,
         split: Split = Split.TRAIN,
     ) -> RolloutFuture:
-        """Returns at once. The same rollout id again is the same rollout; with another row, a Conflict."""
+        """Start a rollout and return its future at once.
+
+        Repeating a rollout id returns the same rollout; with another row it raises Conflict.
+        """
         wish = self._names.request(row, input_id, rollout_id, sampling=sampling, split=split)
         return self._submit(wish.rollout)
 
     def begin(self, rollout: Rollout) -> RolloutFuture:
-        """`submit` for those who name rollouts and groups themselves."""
+        """Start a rollout whose ids the caller has set."""
         return self._submit(rollout)
 
     def _submit(self, rollout: Rollout) -> RolloutFuture:
@@ -212,14 +218,14 @@ class RolloutClient:
     # --- many ------------------------------------------------------------------------------------
 
     def run_batch(self, rows: Iterable[Row], **options: Unpack[Options]) -> Iterator[BatchItem]:
-        """Every row, so many times, in the order they end; begins with the first `next`.
+        """Run each row `rollouts` times and yield items in the order they finish.
 
-        Leaving the loop early ends the rest.
+        Starts with the first `next`. Leaving the loop early cancels the rest.
         """
         return self._each(self._batch(rows, **options), as_item)
 
     def run_groups(self, rows: Iterable[Row], **options: Unpack[Options]) -> Iterator[Group]:
-        """As `run_batch`, and the rollouts of an input come together, once all of them have ended."""
+        """Run each row `rollouts` times and yield a group once all rollouts of its input have finished."""
         batch = self._batch(rows, **options)
         return self._each(batch, GroupAssembler(batch.wishes).add)
 
@@ -244,7 +250,7 @@ class RolloutClient:
         if count < 1:
             raise UsageError(f"rollouts = {count} must be at least 1")
         wishes = self._names.requests(rows, count, sampling=sampling, split=split)
-        # So many in line that no place is ever empty, and not all of a long batch in memory.
+        # Twice the concurrency keeps every slot busy without holding a long batch in memory.
         return RolloutBatch(wishes, self._submit, ahead=2 * self.config.concurrency, timeout=timeout)
 
     def _each(self, batch: RolloutBatch, make: Callable[[EndedRequest], T | None]) -> Iterator[T]:
@@ -262,7 +268,7 @@ class RolloutClient:
         loop = asyncio.get_running_loop()
 
         def put(ended: EndedRequest | BaseException) -> None:
-            with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits there
+            with contextlib.suppress(RuntimeError):  # the consumer's loop is closed
                 loop.call_soon_threadsafe(queue.put_nowait, ended)
 
         with batch:
@@ -280,7 +286,7 @@ class RolloutClient:
     # --- in the client's own thread --------------------------------------------------------------
 
     async def _live_on(self) -> None:
-        """Its whole life. However it ends, every future has an end too."""
+        """Run the client until it is closed or fails; then complete every future that is left."""
         self._stopping = asyncio.Event()
         self._places = asyncio.Semaphore(self.config.concurrency)
         self._living = asyncio.create_task(self._main())
@@ -336,7 +342,7 @@ class RolloutClient:
             left = list(self._live.values())
         for future in left:
             future.cancel()
-        await asyncio.sleep(0)  # what `cancel` asked of this loop comes first
+        await asyncio.sleep(0)  # runs the callbacks that `cancel` scheduled
         if self._tasks:
             await asyncio.wait(self._tasks.values(), timeout=self.config.deadlines.teardown_timeout_s)
         for task in self._tasks.values():
@@ -364,7 +370,7 @@ class RolloutClient:
                 self._conducted.discard(future.rollout.id)
 
     def _recall(self, rollout: Rollout) -> None:
-        """What is known of this id must be of this row; one that was cancelled is wanted after all."""
+        """Check that a stored rollout with this id has the same row; forget it if it was cancelled."""
         note = self._run_state.rollout_summary(rollout.id)
         if note is None:
             return
@@ -378,7 +384,7 @@ class RolloutClient:
     def _over(self, future: RolloutFuture, task: asyncio.Task[RolloutSummary]) -> None:
         del self._tasks[future]
         if task.cancelled() and not future.done():
-            return  # the client itself is ending, and says why to all that are left
+            return  # the client is closing, and `_live_on` completes the futures that are left
         with self._lock:
             if self._live.get(future.rollout.id) is future:
                 del self._live[future.rollout.id]
@@ -392,23 +398,23 @@ class RolloutClient:
         if not future.settle(note) and failure and failure.kind is not FailureKind.POLICY:
             self._run_state.forget_rollout(
                 future.rollout.id
-            )  # nobody waited: it ended because of that, or might have
+            )  # the failure may come from the cancellation, so a later run tries again
 
     def _end(self, future: RolloutFuture, why: str) -> None:
-        """From any thread: give up what nobody waits for."""
+        """End a rollout that no caller waits for. Thread-safe."""
         self._tell(partial(self._end_here, future, why))
 
     def _end_here(self, future: RolloutFuture, why: str) -> None:
         if future.rollout.id in self._conducted and future in self._tasks:
             self._conductor.cancel(future.rollout.id, why)
         elif task := self._tasks.get(future):
-            task.cancel()  # it was still in line
+            task.cancel()  # it still waits for a concurrency slot
 
     def _attempts(self, rollout_id: str) -> int:
         return max(1, len(self._run_state.attempts(rollout_id)))
 
     def _tell(self, call: Callable[[], object]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: everything has ended
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.result().call_soon_threadsafe(call)
 
 
