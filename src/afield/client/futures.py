@@ -74,7 +74,7 @@ class RolloutFuture:
         return self._note.cancelled()
 
     def cancel(self) -> bool:
-        """End the rollout and its session; a later outcome is refused. Returns False if it was done before."""
+        """End the rollout and its session; a later outcome is refused. Returns False if it had finished."""
         if not self._claimed():
             return self._note.cancelled()
         self._note.cancel()
