@@ -1,1 +1,1 @@
-"""Isolated places on this machine: agents and commands in namespaces of their own."""
+"""Local sandboxes: agents and commands in Linux namespaces on this machine."""

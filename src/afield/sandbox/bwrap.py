@@ -1,8 +1,8 @@
-"""The walls around a nest: what of this machine its processes see, as a bubblewrap command.
+"""Bubblewrap command of a fork server: the files that sandboxes see.
 
-They see the system's programs, this Python's environment, the agent's file with the modules and packages
-beside it that it imports, and what was mounted, all read-only. They see nothing else: no home, no run
-directory, no store, no verifier, no list of tasks, no device of this machine, no network.
+Visible, all read-only: system programs, this Python environment, the agent's file with the modules and
+packages next to it that it imports, and the configured mounts. Not visible: home directories, the run
+directory, stores, verifiers, task lists, devices and the network.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from afield.sandbox.imports import Closure, import_closure
 from afield.sandbox.messages import Program
 
 WORK = "/work"
-# Writable in a cell, each cell's own. What is mounted beneath them stays visible.
+# Writable directories, separate for each sandbox. Mounts below them stay visible.
 SCRATCH = ("/run", "/tmp", "/var/tmp", WORK)
 IMAGE = "/.image"
 STAGE = "/.stage"
 HIDDEN_PROC = "/.hidden"
 EMPTY = "/.empty"
 OURS = (sys.prefix, sys.base_prefix)
-# A directory with one of these is afield's own state, wherever it lies.
+# Files that mark a directory as afield's own state, which is always hidden.
 STATE = ("gateway.sqlite", "hints.sqlite", "ledger.sqlite", "run.json")
 LINKED = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-# Programs want these; none has anything secret in it.
+# Entries of /etc that programs need; none contains secrets.
 ETC = (
     *("alternatives", "ca-certificates", "ca-certificates.conf", "fonts", "ld.so.cache", "ld.so.conf"),
     *("ld.so.conf.d", "localtime", "magic", "mime.types", "nsswitch.conf", "os-release", "pki", "protocols"),
@@ -63,20 +63,23 @@ DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
 
 class BwrapArgs(Struct, frozen=True):
-    """The bubblewrap command of a nest, and what it shows."""
+    """Bubblewrap command of a fork server, and the paths it mounts."""
 
     command: tuple[str, ...]
-    """Ends before the number of the descriptor."""
+    """Command line with the placeholder `{fd}` for the number of the control socket."""
     mounted: tuple[str, ...]
-    """The host's paths that are visible."""
+    """Visible paths of this machine."""
     sealed: tuple[str, ...] = ()
-    """Directories of `mounted` in which no Unix socket can be reached, not even one that is created later."""
+    """Directories of `mounted` in which Unix sockets are unreachable, including sockets created later."""
     hidden: tuple[str, ...] = ()
-    """Paths within `mounted` that are covered."""
+    """Paths within `mounted` that are covered by an empty mount."""
 
 
 async def walls(program: Program, directory: Path) -> BwrapArgs:
-    """Raises UsageError where there is no bubblewrap, or no such agent."""
+    """Build the bubblewrap command for a program; writes its /etc files to `directory`.
+
+    Raises UsageError if bubblewrap, the agent or a mount does not exist.
+    """
     return _walls(program, directory, await asyncio.to_thread(_python_path))
 
 
@@ -117,7 +120,10 @@ def _walls(program: Program, directory: Path, path: list[str]) -> BwrapArgs:
 
 
 def _folders(agent: Iterable[str], shown: Sequence[str]) -> list[str]:
-    """The folder of an agent's file, in which nothing but its code is to be seen, and nothing written."""
+    """Folder of the agent's file, mounted as an empty read-only directory around the agent's code.
+
+    Empty list if the folder is already mounted or contains system directories.
+    """
     file = next((Path(place) for place in agent if Path(place).is_file()), None)
     if file is None or any(file.parent.is_relative_to(place) for place in ("/usr", *shown)):
         return []
@@ -141,7 +147,7 @@ def _covered(hidden: Sequence[str], sockets: Iterable[str]) -> list[str]:
 
 
 def environment(program: Program) -> dict[str, str]:
-    """Nothing of ours: what every program expects, and what was asked for."""
+    """Environment of sandboxed programs: basic variables and the program's own, none of this process."""
     path = f"{Path(sys.executable).parent}:{PATH}"
     return {
         "PATH": path,
@@ -154,7 +160,7 @@ def environment(program: Program) -> dict[str, str]:
 
 
 def _namespaces() -> list[str]:
-    # Root within: the first thing the warm parent does is to mount what cells need, and to give it up.
+    # The fork parent starts as root of the namespace, mounts what sandboxes need, and then drops privileges.
     flags = "--unshare-user --unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try"
     more = "--die-with-parent --new-session --hostname cell --uid 0 --gid 0"
     return [*flags.split(), *more.split(), "--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SETFCAP"]
@@ -185,14 +191,14 @@ def _special() -> list[str]:
         command += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
     for name in unreadable:
         command += ["--ro-bind", "/dev/null", f"/proc/{name}"]
-    # One file system for all cells: what could be written there would reach the others.
+    # Sandboxes share this /dev: a writable one would leak data between them.
     return [*command, "--remount-ro", "/dev"]
 
 
 def sensitive(proc: Path) -> tuple[list[str], list[str]]:
-    """What of the kernel's own files is made read-only, and what is hidden.
+    """Names below /proc to mount read-only, and names to hide.
 
-    A cell's user may be root outside, to whom these belong: their modes keep nobody out.
+    File modes do not protect them: the sandbox's user may be root outside, who owns them.
     """
     covered, unreadable = [], []
     for entry in sorted(os.scandir(proc), key=lambda entry: entry.name):
@@ -207,7 +213,7 @@ def sensitive(proc: Path) -> tuple[list[str], list[str]]:
 
 
 def _agent(program: Program, path: list[str]) -> tuple[list[str], list[str]]:
-    """Files and packages of the agent, and where modules are found beside `path`."""
+    """Files and packages of the agent, and directories to add to `path`."""
     place = program.script or program.target.rpartition(":")[0]
     if place.endswith(".py") or program.script:
         file = Path(place).resolve()
@@ -216,7 +222,7 @@ def _agent(program: Program, path: list[str]) -> tuple[list[str], list[str]]:
         return list(_closure(file, program.hidden).files), []
     top = place.partition(".")[0]
     if top and importlib.machinery.PathFinder.find_spec(top, path) is None:
-        # What `python -m` would find: modules of the current directory, but not all that lies there.
+        # Like `python -m`, find the module in the current directory, but mount only the module.
         package, file = Path.cwd() / top, Path.cwd() / f"{top}.py"
         if package.exists():
             return [str(package)], [str(Path.cwd())]
@@ -226,7 +232,7 @@ def _agent(program: Program, path: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _closure(file: Path, hidden: Iterable[str]) -> Closure:
-    """Raises UsageError for an agent whose code needs what is kept from it."""
+    """Import closure of a file; raises UsageError if the agent imports a hidden module."""
     closure = import_closure(file)
     for place in map(Path, hidden):
         if place.suffix != ".py" or not place.is_relative_to(file.parent):
@@ -240,7 +246,7 @@ def _closure(file: Path, hidden: Iterable[str]) -> Closure:
 
 
 def _python_path() -> list[str]:
-    """Where modules are found, without the folder of whatever happens to run here."""
+    """sys.path of this Python without the directory of the running script."""
     say = "import json, sys; print(json.dumps(sys.path))"
     run = subprocess.run([sys.executable, "-P", "-c", say], stdout=subprocess.PIPE, check=True)
     return _existing(json.loads(run.stdout))
@@ -251,7 +257,7 @@ def _existing(places: Iterable[str]) -> list[str]:
 
 
 def _outermost(places: Iterable[str]) -> list[str]:
-    """Without what lies within another, or within the system."""
+    """Paths that are neither inside another one nor inside /usr."""
     kept: list[str] = []
     for place in sorted({str(shown(Path(p))) for p in places for shown in (Path.resolve, Path.absolute)}):
         if not any(Path(place).is_relative_to(outer) for outer in ("/usr", *kept)):
@@ -260,7 +266,7 @@ def _outermost(places: Iterable[str]) -> list[str]:
 
 
 def _within(hidden: Iterable[str], mounted: Iterable[str]) -> Iterator[str]:
-    """What of it is visible and not needed, as a whole, by anything that is mounted."""
+    """Hidden paths that are inside a mount and contain no mount."""
     done: list[Path] = []
     for place in sorted({Path(h).resolve() for h in hidden}):
         inside = any(place.is_relative_to(outer) for outer in mounted)
@@ -271,9 +277,9 @@ def _within(hidden: Iterable[str], mounted: Iterable[str]) -> Iterator[str]:
 
 
 def _walked(folders: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Unix sockets in these folders, and directories with afield's own state.
+    """Find Unix sockets and afield's state in folders.
 
-    Whoever listens at a socket can be reached through a file system that is read-only, too.
+    A listening Unix socket is reachable through a read-only mount, too.
     """
     sockets: list[str] = []
     states: list[str] = []

@@ -1,8 +1,9 @@
-"""Limits that the kernel keeps for a whole cell: control groups of version 2 or 1, whichever can be written.
+"""Control groups (v2 or v1): CPU, memory and process limits per sandbox.
 
-Groups are made beneath the one this process is in, so that they stay within its own limits. Their names
-tell who made them; those of a maker that is gone are removed by the next one. Where no group can be made
-nothing is limited here, and `kinds` says so.
+1. Groups are created below this process's own group and stay within its limits.
+2. Group names contain process id and start time of their creator. The next creator removes groups of dead
+ones.
+3. If no group can be created, `kinds` is empty and this module limits nothing.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from afield.settings.runtimes import ResourceLimits
 KINDS = ("cpu", "memory", "pids")
 PREFIX = "afield-cells-"
 PERIOD_US = 100_000
-OWN_PIDS = 2  # the first process of a cell, and whoever sees to a command's end
+OWN_PIDS = 2  # init process of the sandbox, and the supervising process of a command
 
 
 class Groups:
-    """Made beneath `homes`: a directory for each kind; with version 2 it is the same one for all."""
+    """Factory of control groups.
+
+    `homes` maps each kind of limit to its parent directory; with version 2 all kinds share one.
+    """
 
     def __init__(self, homes: dict[str, Path], version: int) -> None:
         self._homes = homes
@@ -33,10 +37,11 @@ class Groups:
 
     @property
     def kinds(self) -> tuple[str, ...]:
+        """Kinds of limits that can be enforced: cpu, memory, pids."""
         return tuple(self._homes)
 
     def sweep(self) -> None:
-        """What makers left behind that are gone, with all that may still run in there."""
+        """Remove groups of dead creators, and kill the processes in them."""
         for home in set(self._homes.values()):
             for left in home.glob(f"{PREFIX}*"):
                 pid, _, when = left.name.removeprefix(PREFIX).partition("-")
@@ -44,6 +49,7 @@ class Groups:
                     _clear(left)
 
     def make(self, name: str, limits: ResourceLimits) -> Group:
+        """Create a group with limits."""
         places = {kind: home / self._name / name for kind, home in self._homes.items()}
         for kind, place in places.items():
             place.mkdir(parents=True, exist_ok=True)
@@ -54,13 +60,18 @@ class Groups:
         return group
 
     def close(self) -> None:
+        """Remove all groups of this process, and kill the processes in them."""
         for home in set(self._homes.values()):
             _clear(home / self._name)
 
 
 class Group(Struct, frozen=True):
+    """Control group of one sandbox."""
+
     places: dict[str, Path]
+    """Directory of the group for each kind of limit."""
     version: int
+    """Version of the control group hierarchy, 1 or 2."""
 
     def limit(self, limits: ResourceLimits) -> None:
         quota = None if limits.cpus is None else round(limits.cpus * PERIOD_US)
@@ -73,7 +84,8 @@ class Group(Struct, frozen=True):
             self._set("cpu", "cpu.cfs_quota_us", quota)
             self._set("memory", "memory.limit_in_bytes", memory)
             self._set("memory", "memory.memsw.limit_in_bytes", memory)
-            self._set("memory", "memory.kmem.tcp.limit_in_bytes", memory)  # what sockets hold counts apart
+            # socket buffers are counted separately
+            self._set("memory", "memory.kmem.tcp.limit_in_bytes", memory)
         self._set("pids", "pids.max", limits.pids and limits.pids + OWN_PIDS)
 
     def add(self, pid: int) -> None:
@@ -81,7 +93,9 @@ class Group(Struct, frozen=True):
             (place / "cgroup.procs").write_text(str(pid))
 
     def notes(self) -> tuple[bool, tuple[str, ...]]:
-        """Whether something was killed for want of memory; and what the limits had to prevent."""
+        """Return whether the kernel killed a process for lack of memory, and messages about limits that were
+        reached.
+        """
         killed = self._count(
             "memory", "memory.events" if self.version == 2 else "memory.oom_control", "oom_kill"
         )
@@ -94,14 +108,14 @@ class Group(Struct, frozen=True):
         return bool(killed), tuple(notes)
 
     def processes(self) -> int:
-        """How many are in it."""
+        """Number of processes in the group."""
         place = next(iter(self.places.values()), None)
         with contextlib.suppress(OSError):
             return len((place / "cgroup.procs").read_text().split()) if place else 0
         return 0
 
     def remove(self) -> bool:
-        """False while something in it still ends."""
+        """Remove the group; returns False while processes in it are still ending."""
         gone = True
         for place in set(self.places.values()):
             try:
@@ -115,7 +129,7 @@ class Group(Struct, frozen=True):
     def _set(self, kind: str, name: str, value: object) -> None:
         if value is None or kind not in self.places:
             return
-        # Swap and sockets may not be counted; the rest was seen to be writable.
+        # Kernels may lack accounting of swap and socket buffers; all other files exist.
         optional = any(word in name for word in ("swap", "memsw", "tcp"))
         try:
             (self.places[kind] / name).write_text(str(value))
@@ -133,7 +147,7 @@ class Group(Struct, frozen=True):
 
 
 def found(proc: Path = Path("/proc/self")) -> Groups:
-    """What this machine lets us limit."""
+    """Find the hierarchies in which this process can create groups."""
     mounts = (proc / "mountinfo").read_text().splitlines()
     paths = _own_paths((proc / "cgroup").read_text())
     for line in mounts:
@@ -151,7 +165,10 @@ def found(proc: Path = Path("/proc/self")) -> Groups:
 
 
 def _version_2(place: Path, path: str) -> Path | None:
-    """Our own group, or the one above it: one with processes in it cannot have limited groups beneath."""
+    """Directory for new groups: this process's group, or its parent if it cannot have limited subgroups.
+
+    A version 2 group with processes in it cannot have limited subgroups.
+    """
     own = place / path
     for home in (own, own.parent):
         if home.is_relative_to(place) and _writable(home):
@@ -182,7 +199,7 @@ def _own_paths(text: str) -> dict[str, str]:
 
 
 def _mount(line: str) -> tuple[str, str, str, list[str]]:
-    """Root, place, kind and options of a line of mountinfo."""
+    """Root, mount point, type and options from a line of mountinfo."""
     before, _, after = line.partition(" - ")
     fields, kinds = before.split(), after.split()
     return fields[3], fields[4], kinds[0], kinds[-1].split(",")
@@ -193,7 +210,7 @@ def _beneath(path: str, root: str) -> str:
 
 
 def _clear(place: Path) -> None:
-    """A group and those beneath it; what still runs in there is killed."""
+    """Remove a group and its subgroups, and kill the processes in them."""
     for directory, _, _ in os.walk(place, topdown=False):
         with contextlib.suppress(OSError, ValueError):
             for pid in (Path(directory) / "cgroup.procs").read_text().split():

@@ -1,7 +1,8 @@
-"""Commands and files in a running cell, each under a process of its own that sees to its end.
+"""Commands and file transfers in a running sandbox, one supervising process each.
 
-Whatever a command starts stays beneath that process, so after a timeout all of it can be killed. What
-is still running when the command itself has ended goes on, as it would on any machine.
+All descendants of a command stay below its supervising process, so that a timeout kills them all. Background
+processes of a command that has ended continue to run. `process_tree.kill_children` is not used here: it can
+lose against a fork bomb, where whole process groups must be killed at once.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from afield.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, prctl
 
 CHUNK = 65_536
 KILL_S = 3.0
-ROUNDS = 50  # at least, however long they take: on a busy machine one may take seconds
+ROUNDS = 50  # minimum number of rounds, since one may take seconds on a busy machine
 REPORTED = 0
 
 
 class Tasks:
-    """In the first process of a cell."""
+    """Starts commands and file transfers; runs in the init process of a sandbox."""
 
     def __init__(self, start: Start, channel: socket.socket) -> None:
         self._start = start
@@ -37,6 +38,7 @@ class Tasks:
         self._running: dict[int, int] = {}
 
     def begin(self, task: Exec | File, fds: Sequence[int]) -> None:
+        """Fork the process that runs or transfers; it reports the result itself."""
         try:
             pid = os.fork()
         except OSError as error:
@@ -51,10 +53,11 @@ class Tasks:
         self._running[pid] = task.id
 
     def ended(self, pid: int, status: int) -> None:
+        """Handle the exit of a supervising process; reports the task if the process could not."""
         task = self._running.pop(pid, None)
         if task is None or status == REPORTED:
             return
-        # The command has killed whoever saw to its end: nothing of it may stay.
+        # The command killed its supervising process: kill the whole sandbox's processes.
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
         transmit(self._channel, Done(id=task, code=128 + signal.SIGKILL))
@@ -105,7 +108,7 @@ class Tasks:
 
 
 def _wait(pid: int, deadline: float | None) -> int | None:
-    """How it ended, or None when it had not by then."""
+    """Wait for the exit code; None at the deadline."""
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
@@ -118,7 +121,7 @@ def _wait(pid: int, deadline: float | None) -> int | None:
 
 
 def _bury_others(pid: int) -> None:
-    """Orphans of the command come to us; they are reaped, and the command itself is left for its waiter."""
+    """Reap orphans of the command; the command itself is left to `_wait`."""
     for child in _parents().get(os.getpid(), ()):
         if child != pid:
             with contextlib.suppress(ChildProcessError):
@@ -126,8 +129,8 @@ def _bury_others(pid: int) -> None:
 
 
 def _kill_beneath(command: int) -> None:
-    """All of it, and none of the others, unless something forks faster than it can be found."""
-    # At once and whole, however many they are: among them we would hardly get a turn to look for each.
+    """Kill all descendants. If they fork faster than they are found, kill every process in the sandbox."""
+    # Kill the process group first: a fork bomb leaves little CPU time to search for each process.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(command, signal.SIGKILL)
     until = time.monotonic() + KILL_S
@@ -149,7 +152,7 @@ def _kill_beneath(command: int) -> None:
 
 
 def _buried() -> bool:
-    """Whether no child is left; those that have ended are reaped."""
+    """Reap ended children; returns True if none is left."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -168,13 +171,13 @@ def _beneath(pid: int, until: float) -> list[int]:
 
 
 def _parents(until: float = math.inf) -> dict[int, list[int]]:
-    """The children of each process of the cell, as far as there was time to look."""
+    """Map each process in the sandbox to its children; incomplete after `until`, a monotonic time."""
     children: dict[int, list[int]] = {}
     for process in Path("/proc").glob("[0-9]*"):
         if time.monotonic() > until:
             break
         with contextlib.suppress(OSError):
-            # The name of a process may hold anything, brackets included.
+            # Process names may contain parentheses.
             parent = int((process / "stat").read_bytes().rpartition(b")")[2].split()[1])
             children.setdefault(parent, []).append(int(process.name))
     return children

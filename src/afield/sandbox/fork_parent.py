@@ -1,9 +1,9 @@
-"""The warm parent: inside the walls it imports the program once, then forks a cell each time it is asked.
+"""Fork parent: imports the program inside bubblewrap and forks sandboxes on request.
 
-It gives up all privilege before it imports anything of the agent's. It ends when the keeper is gone. What the
-agent does while it is imported happens here, within the walls, and reaches all cells: what must not be shared
-between sessions is not kept in module variables. What it imports beyond that follows from the agent's source
-alone (see `import_prewarm`); no cell has a say in it.
+1. It drops all privileges before it imports the agent, and ends with its supervisor.
+2. Import-time effects of the agent happen here and are shared by all sessions: module variables must not hold
+state of a session.
+3. Early imports follow from the agent's source alone (see `imports.prewarm`); sessions cannot influence them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main(fd: int) -> NoReturn:
         os._exit(2)
     if place := load.program.script or load.program.target.rpartition(":")[0]:
         prewarm(place)
-    # Cells are reparented to the first process within the walls, which reaps them.
+    # Sandboxes are reparented to bubblewrap's init process, which reaps them.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     _fork_on_demand(keeper, load, app)
 
@@ -68,9 +68,9 @@ def _fork_on_demand(keeper: socket.socket, load: Load, app: Any) -> NoReturn:
 
 
 def _seal(load: Load) -> None:
-    """Mount directories through an overlay: a socket there is another file than the one that is listened at.
+    """Remount directories through an overlay, which makes their Unix sockets unreachable.
 
-    A kernel that cannot do that still covers the sockets which were there at the start; the log says so.
+    On kernels without this feature, only sockets that exist at the start are covered; the log says so.
     """
     flags = syscalls.READ_ONLY | syscalls.NO_SUID | syscalls.NO_DEV
     for place in load.sealed:
@@ -95,13 +95,13 @@ def _cover(place: str) -> None:
 
 
 def _give_up_privileges() -> None:
-    # Cells may mount a fresh /proc only where an untouched one exists; it is put out of reach.
+    # The kernel allows a fresh /proc mount only while an unmasked one is visible; mount one out of reach.
     syscalls.mount(
         "proc", f"{HIDDEN_PROC}/proc", "proc", syscalls.NO_SUID | syscalls.NO_DEV | syscalls.NO_EXEC
     )
     syscalls.mount("none", HIDDEN_PROC, "tmpfs", syscalls.READ_ONLY, "size=4k")
-    # Devices are this machine's own, and a cell's user may be root outside: a mode changed here would be
-    # changed for everybody.
+    # Device nodes are shared with this machine, and the sandbox's user may be root outside, who could change
+    # their modes.
     for name in DEVICES:
         syscalls.make_read_only(f"/dev/{name}")
     syscalls.unshare(syscalls.NEW_USER)
@@ -110,7 +110,7 @@ def _give_up_privileges() -> None:
 
 
 def _imported(program: Program) -> tuple[str, Any]:
-    """What went wrong, if anything did; and the app, if there is one."""
+    """Import the program. Returns an error message, empty on success, and the app of a target."""
     failures: list[Failure] = []
     try:
         with boundary(FailureKind.TASK, Reason.LAUNCH, failures.append):
@@ -128,7 +128,7 @@ def _imported(program: Program) -> tuple[str, Any]:
 
 
 def _warm_up(script: Path) -> None:
-    """Import what the script imports first. What cannot be imported is the script's own business, later."""
+    """Import the script's top-level imports; a module that fails is left to the script."""
     sys.path.insert(0, str(script.parent))
     for name in _imports(script):
         with boundary(FailureKind.TASK, Reason.LAUNCH, lambda _: None):

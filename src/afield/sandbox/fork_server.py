@@ -1,9 +1,10 @@
-"""Nest: a warm parent within walls, from which isolated cells are forked.
+"""Fork server: forks isolated sandboxes from a parent that has loaded the program.
 
-`async with` it; nothing of it is left afterwards, nor when this process is killed. Each cell has namespaces
-of its own, sees the system, this Python and the agent's folder read-only, and reaches only the addresses it
-was allowed. Refuses before the first cell what cannot work at all: no bubblewrap, a program that cannot
-be imported, namespaces that this machine does not give.
+1. Each sandbox has its own namespaces, sees the system, this Python and the agent's folder read-only, and
+reaches only allowed addresses.
+2. All its processes end with `async with`, and when this process is killed.
+3. Opening fails with UsageError if no sandbox could work: bubblewrap is missing, the program cannot be
+imported, or this machine does not allow user namespaces.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ DIED = "died with its nest"
 
 
 def new_socket_directory() -> Path:
-    """A fresh temporary directory for sockets, named after this process.
+    """Create a temporary directory for sockets, named after this process.
 
-    Removes the directories of processes that have ended without doing so.
+    Removes the directories of dead processes.
     """
     parent = Path(tempfile.gettempdir())
     for directory in parent.glob(f"{SOCKET_PREFIX}*"):
@@ -70,9 +71,10 @@ def new_socket_directory() -> Path:
 
 
 class ForkServer:
-    """`directory` is for sockets, is made, and is removed in the end; its path must be short, as theirs are.
+    """Fork server for one program; use it with `async with`.
 
-    Logs are `log_dir/NAME.log` for a cell and `log_dir/nest-PID.log` for the warm parent.
+    `directory` holds sockets and is removed on close; its path must be short, because socket paths are
+    limited to 107 bytes. A sandbox logs to `log_dir/NAME.log`, the fork parent to `log_dir/nest-PID.log`.
     """
 
     def __init__(
@@ -92,7 +94,8 @@ class ForkServer:
         self._log = log_dir / f"nest-{os.getpid()}.log"
         self._ids = itertools.count(1)
         self._cells: dict[int, SandboxProcess] = {}
-        self._starting: dict[int, asyncio.Future[SandboxProcess | str]] = {}  # or the problem
+        # sandbox, or the problem that prevented it
+        self._starting: dict[int, asyncio.Future[SandboxProcess | str]] = {}
         self._named: dict[int, tuple[str, Path]] = {}
         self._asked: dict[int, asyncio.Future[Done]] = {}
         self._channel: Channel | None = None
@@ -101,7 +104,7 @@ class ForkServer:
         self.limited: frozenset[str] = frozenset()
 
     async def __aenter__(self) -> Self:
-        """Until the warm parent takes cells. Raises UsageError with what keeps it from that."""
+        """Wait until the program is loaded; raises UsageError with the reason if that fails."""
         self._warm = asyncio.get_running_loop().create_future()
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -180,11 +183,11 @@ class ForkServer:
                 self._log.unlink()
 
     async def _bid_farewell(self, keeper: Process) -> None:
-        """It goes when its channel is closed, and takes all cells with it; it cleans up before it does."""
+        """Wait for the supervisor, which cleans up and exits once its channel is closed."""
         try:
             async with asyncio.timeout(CLOSE_S):
                 await keeper.wait()
-        except TimeoutError:  # what it kept goes with it, though nothing is cleaned up
+        except TimeoutError:  # killing it ends all sandboxes, but leaves control groups behind
             keeper.kill()
             await keeper.wait()
         except BaseException:
@@ -201,9 +204,10 @@ class ForkServer:
         limits: ResourceLimits | None = None,
         timeout_s: float | None = None,
     ) -> SandboxProcess:
-        """A new cell, once its port takes connections. It may reach the addresses in `allow`, by these names.
+        """Start a sandbox and wait until its port accepts connections.
 
-        Raises InfrastructureFailure with the end of its log when it does not come up.
+        `allow` lists the addresses that it reaches, by the names given. Raises InfrastructureFailure with the
+        log tail if it does not start.
         """
         number, log = next(self._ids), self._log_dir / f"{name}.log"
         doors = tuple(dict.fromkeys(allow))
@@ -230,10 +234,12 @@ class ForkServer:
         if isinstance(started, str):
             said = f"the cell of {name} {started}; its log ends: {tail(log, TAIL_BYTES)}"
             raise InfrastructureFailure(said, Reason.LAUNCH)
-        return started  # which may have ended by now
+        return started  # may have ended already
 
     def _port(self, doors: Sequence[Address]) -> int:
-        """Where the program serves: not where one of its doors is."""
+        """Port of the program; differs from all allowed ports, since both listen in the sandbox. 0 if it
+        serves none.
+        """
         program, taken = self._program, {port for _, port in doors}
         if program.empty or not program.port:
             return 0
@@ -317,7 +323,7 @@ class ForkServer:
             cell.mark_dead(ended)
 
     def _lost(self) -> None:
-        """The keeper is gone, and all cells with it."""
+        """Fail all pending calls and sandboxes: they end with the supervisor."""
         if self._warm is not None and not self._warm.done():
             self._warm.set_result(Warm(problem="the keeper of the nest ended"))
         for future in self._starting.values():

@@ -1,11 +1,9 @@
-"""Import closure of an agent: its own files, and the modules that their code names.
+"""Import closure of an agent, and early imports before a fork.
 
-Read from source, without running any of it:
-
-1. `files`: the agent's file and the modules and packages beside it that it imports, directly or not.
-2. `modules`: every module that these files import anywhere, functions included, in the order of their names.
-
-A module whose name is computed while the agent runs is not found; `sandbox.mounts` shows its file.
+1. `import_closure` reads an agent's source without running it: its own files, and the modules they import
+anywhere, functions included. It does not find computed module names; `sandbox.mounts` makes their files
+visible.
+2. `prewarm` imports these modules before the fork, each after a successful trial in a throwaway process.
 """
 
 from __future__ import annotations
@@ -34,18 +32,18 @@ MOST_FILES = 2_000
 
 
 class Closure(Struct, frozen=True):
-    """What an agent's code consists of."""
+    """Files and imports of an agent."""
 
     files: tuple[str, ...]
-    """Files and package directories, absolute."""
+    """Absolute paths of files and package directories."""
     sources: tuple[str, ...]
-    """Every Python file of `files` that was read."""
+    """Absolute paths of the Python files that were read."""
     modules: tuple[str, ...]
     """Absolute names of imported modules."""
 
 
 def import_closure(file: Path) -> Closure:
-    """Of a file that is run with its own folder first on the path, as `python file.py` does."""
+    """Import closure of a file that runs with its own folder first on sys.path, as with `python file.py`."""
     root = file.parent
     files: dict[str, None] = {str(file): None}
     sources: dict[Path, tuple[str, ...]] = {file: ()}
@@ -66,7 +64,10 @@ def import_closure(file: Path) -> Closure:
 
 
 def imported_names(source: Path, package: tuple[str, ...] = ()) -> Iterator[str]:
-    """Modules that a file imports at any depth, but not for type checkers alone. None if it is no Python."""
+    """Names of modules that a file imports at any depth, except under TYPE_CHECKING.
+
+    Empty if the file is not valid Python.
+    """
     try:
         tree = ast.parse(source.read_bytes(), str(source))
     except (SyntaxError, ValueError, OSError, RecursionError):
@@ -85,7 +86,7 @@ def imported_names(source: Path, package: tuple[str, ...] = ()) -> Iterator[str]
 
 
 def _from(node: ast.ImportFrom, package: tuple[str, ...]) -> Iterator[str]:
-    """`from a import b` may name the module a.b; whether it does is seen when it is imported."""
+    """Names in `from a import b`: both a and a.b, since b may be a module."""
     base = package[: len(package) - node.level + 1] if node.level else ()
     if node.level and not base:
         return
@@ -101,7 +102,7 @@ def _type_checking(test: ast.expr) -> bool:
 
 
 def _beside(root: Path, top: str) -> list[Path]:
-    """The module or package of that name in `root`, as Python would find it there."""
+    """Module or package with that name in `root`, as Python finds it there."""
     if (package := root / top).is_dir() and (_is_package(package)):
         return [package]
     found = [path for path in (root / f"{top}.py",) if path.is_file()]
@@ -113,7 +114,7 @@ def _is_package(folder: Path) -> bool:
 
 
 def _sources(place: Path, top: str) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Python files of a module or package, each with the package that its relative imports count from."""
+    """Python files of a module or package, each with the package that relative imports refer to."""
     if place.is_file():
         if place.suffix == ".py":
             yield place, ()
@@ -127,15 +128,15 @@ def _sources(place: Path, top: str) -> Iterator[tuple[Path, tuple[str, ...]]]:
 PREWARM_S = 10.0
 GOOD, BAD, THREAD = 1, 2, 3
 LIBRARIES = tuple({str(Path(sysconfig.get_path(kind))) for kind in ("stdlib", "purelib", "platlib")})
-# What these libraries load only when they are used, they load in these modules.
+# Modules that trigger the lazy imports of these libraries.
 FIRST_USE = {"openai": "afield.sdk.prewarm_openai", "boto3": "afield.sdk.prewarm_aws"}
 
 
 def prewarm(place: str, *, libraries_only: bool = False) -> None:
-    """Import what the code at `place`, a file or a module's name, will import later.
+    """Import the modules that the code at `place`, a file or module name, imports later.
 
-    A module is imported here only after that went well in a process that is thrown away: one that fails,
-    hangs or starts a thread is left to the sessions. `libraries_only` leaves the agent's own modules to them.
+    A module is imported here only after a throwaway process has imported it: a module that fails, hangs or
+    starts a thread is left to the sessions. `libraries_only` also leaves the agent's own modules to them.
     """
     for name in _tried(_names(place), libraries_only):
         _import(name)
@@ -156,7 +157,7 @@ def _names(place: str) -> list[str]:
 
 
 def _importable(name: str) -> bool:
-    """`from a import b` names a.b, which is a module only if `a` has no such attribute."""
+    """Whether a.b may be a module: it is not if `a` already has an attribute b."""
     parts = name.split(".")
     if not all(map(str.isidentifier, parts)) or "__main__" in parts:
         return False
@@ -165,7 +166,9 @@ def _importable(name: str) -> bool:
 
 
 def _tried(names: Sequence[str], libraries_only: bool) -> list[str]:
-    """Those that a process of its own could import in time. One that ends its process is passed over."""
+    """Names that a throwaway process imports within PREWARM_S seconds; skips a module that ends the
+    process.
+    """
     good: list[str] = []
     deadline = time.monotonic() + PREWARM_S
     while names:
@@ -182,7 +185,9 @@ def _tried(names: Sequence[str], libraries_only: bool) -> list[str]:
 
 
 def _trial(names: Sequence[str], libraries_only: bool, deadline: float) -> bytes:
-    """A byte for each name that was dealt with, from a process that is killed at the deadline."""
+    """Import names in a child process; returns one report byte per name. The child is killed at the
+    deadline.
+    """
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
         os.close(reading)
@@ -205,7 +210,7 @@ def _report(names: Iterable[str], writing: int, libraries_only: bool) -> NoRetur
     try:
         for name in names:
             good = _importable(name) and _import(name) and (not libraries_only or _of_library(name))
-            if threading.active_count() > threads:  # forks do not take threads along
+            if threading.active_count() > threads:  # threads do not survive a fork
                 sys.stderr.write(f"{name} starts a thread: it and what follows is imported by each session\n")
                 os.write(writing, bytes([THREAD]))
                 break
@@ -215,7 +220,7 @@ def _report(names: Iterable[str], writing: int, libraries_only: bool) -> NoRetur
 
 
 def _import(name: str) -> bool:
-    """Whatever it raises, a session that needs it will tell."""
+    """Import a module; errors are left to the session that needs it."""
     with contextlib.suppress(SystemExit), boundary(FailureKind.TASK, Reason.LAUNCH, lambda _: None):
         importlib.import_module(name)
         return True

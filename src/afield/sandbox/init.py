@@ -1,8 +1,7 @@
-"""The first process of a cell: it makes the cell's rooms, starts the program, and stays until it ended.
+"""Init process of a sandbox: sets up namespaces, starts the program, reaps, logs.
 
-It reaps what others leave behind, keeps the log within bounds, hands out sockets of the cell's network and
-runs commands on request. Nobody in the cell can signal, trace or read it. When it ends, the kernel ends
-everything in the cell.
+It also hands out sockets of the sandbox's network and runs commands on request. Processes in the sandbox
+cannot signal, trace or read it. When it ends, the kernel ends all other processes in the sandbox.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ LISTENING = "0A"
 
 
 class BoundedLog:
-    """Writes to a file that this process alone writes to."""
+    """Log file of bounded size: keeps the beginning and the end. Only this process writes to it."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -54,7 +53,7 @@ class BoundedLog:
         self._size = 0
 
     def take(self, source: int) -> bool:
-        """What a pipe that does not block has for us; False when it has nothing."""
+        """Copy available data from a non-blocking pipe; returns False if there is none."""
         try:
             data = os.read(source, 65_536)
         except BlockingIOError:
@@ -82,7 +81,10 @@ class BoundedLog:
 
 
 def live(start: Start, load: Load, app: Any, channel: socket.socket, log: int) -> None:
-    """In the process that was just forked. Returns only in the program's own process, when a script ended."""
+    """Set up a sandbox in a freshly forked process.
+
+    Returns only in the program's process, after a script has ended.
+    """
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -102,6 +104,8 @@ def live(start: Start, load: Load, app: Any, channel: socket.socket, log: int) -
 
 
 class InitProcess:
+    """First process of a sandbox."""
+
     def __init__(self, start: Start, load: Load, channel: socket.socket, log: BoundedLog) -> None:
         self._start = start
         self._load = load
@@ -115,7 +119,9 @@ class InitProcess:
         self._notices: Notices | None = None
 
     def prepare(self) -> socket.socket | None:
-        """Everything but the program; the listening socket of a target."""
+        """Set up network and mounts, and wait for the limits. Returns the listening socket for a target, else
+        None.
+        """
         prctl(PR_SET_DUMPABLE, 0)
         start, program = self._start, self._load.program
         hosts, doors = namespaces.hosts_and_doors(start.doors)
@@ -132,7 +138,7 @@ class InitProcess:
         return namespaces.listener("127.0.0.1", start.port) if program.target else None
 
     def begin(self) -> bool:
-        """True in the program's own process; the first process stays in here until the cell ends."""
+        """Fork the program; returns True in its process. The init process never returns."""
         output, writing = os.pipe()
         woken, waking = os.pipe()
         told, telling = socket.socketpair()
@@ -186,7 +192,7 @@ class InitProcess:
             self._log.write(f"[cell] the limit {what} was reached\n".encode())
 
     def _hear(self, told: socket.socket, poll: select.poll) -> None:
-        """The program's filter is in place, and tells what it refuses from now on."""
+        """Receive the descriptor of the program's seccomp listener, which reports denied calls."""
         _, fds, _, _ = socket.recv_fds(told, 1, 1)
         if fds:
             self._notices = Notices(fds[0], self._reached, _listens, self._log.write)
@@ -240,7 +246,7 @@ class InitProcess:
 
 
 def _listens(port: int) -> bool:
-    """Whether anybody in the cell takes connections there."""
+    """Whether a process in the sandbox listens on the TCP port."""
     wanted = f"{port:04X}"
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(FileNotFoundError), Path(f"/proc/net/{name}").open() as table:

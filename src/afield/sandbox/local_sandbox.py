@@ -1,7 +1,7 @@
-"""A fresh place on this machine to run commands in, apart from agents and from us.
+"""Local sandbox: runs commands on this machine, isolated from agents and afield.
 
-Commands see the system read-only, or an image's files with a layer of their own above, and may write to
-`/work` and `/tmp`. They have no network but what was allowed. Everything they started ends with the place.
+Commands see the system read-only, or an image's files with a writable layer, and may write to `/work` and
+`/tmp`. They reach only allowed addresses. All their processes end with the sandbox.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ PLAIN = SandboxOptions()
 
 
 class LocalSandbox:
-    """`image` is a directory with a root filesystem; none is this machine's own system."""
+    """Sandbox on this machine.
+
+    `image` is a directory with a root file system; empty uses this machine's system.
+    """
 
     def __init__(self, image: str = "", options: SandboxOptions = PLAIN) -> None:
         self._program = Program(root=image, mounts=options.mounts, env=options.env)
@@ -69,7 +72,7 @@ class LocalSandbox:
 
 
 def address(text: str) -> tuple[str, int]:
-    """Of HOST:PORT."""
+    """Parse HOST:PORT; raises UsageError if it is invalid."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise UsageError(f"allow: {text!r} must be HOST:PORT")

@@ -1,10 +1,11 @@
-"""What controller, keeper, warm parent and cells say to each other, over sockets that keep messages whole.
+"""Messages between controller, supervisor, fork parent and sandboxes.
 
-    controller <-> keeper        one socket per nest
-    keeper     <-> warm parent   one socket per nest
-    keeper     <-> cell          one socket per cell, held by its first process
+    controller <-> supervisor    one socket per fork server
+    supervisor <-> fork parent   one socket per fork server
+    supervisor <-> sandbox       one socket per sandbox, held by its init process
 
-A message is a JSON object with its `type`; descriptors travel beside it.
+A message is a JSON object with a `type`, sent over a SOCK_SEQPACKET socket together with its file
+descriptors.
 """
 
 from __future__ import annotations
@@ -30,30 +31,40 @@ PORT = 8080
 
 
 class Program(Struct, frozen=True, kw_only=True):
-    """Exactly one of `target`, `script` and `argv`; or none of them: an empty cell to run commands in.
+    """Program of a sandbox: at most one of `target`, `script` and `argv`.
 
-    `target` (`file.py:name` or `package.module:name`) is imported once in the warm parent and served in each
-    cell on 127.0.0.1. `script` is run as `__main__` in each cell, after the modules it imports were
-    imported in the warm parent. `argv` is any command. The last two are expected to serve `port`
-    themselves; 0 where they do not serve. What a target opened while it was imported is not shared: plain
-    files are opened anew in each cell, anything else is closed there.
-
-    `warm` are further modules to import beforehand, `mounts` further paths to read, `hidden` paths within any
-    of them that stay out of sight. `once`: the cell of a target ends by itself when its one rollout has.
-    `root` is a directory with a file system of its own to use in place of this machine's; what is written
-    to it is kept in the cell alone.
+    With none of them the sandbox only runs commands on request.
     """
 
     target: str = ""
+    """`file.py:name` or `package.module:name`, imported once in the fork parent and served on 127.0.0.1 in
+    each sandbox.
+
+    Regular files that it opens at import are reopened read-only in each sandbox; other descriptors are
+    closed.
+    """
     script: str = ""
+    """Python file that runs as `__main__` in each sandbox; the fork parent imports its top-level imports. It
+    serves `port` itself.
+    """
     argv: tuple[str, ...] = ()
+    """Command line; the command serves `port` itself."""
     warm: tuple[str, ...] = ()
+    """Names of further modules that the fork parent imports."""
     env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables to add."""
     mounts: tuple[str, ...] = ()
+    """Further paths of this machine that are visible, read-only."""
     hidden: tuple[str, ...] = ()
+    """Paths within any mount that stay invisible."""
     once: bool = False
+    """Whether the sandbox of a target ends after its first rollout."""
     port: int = PORT
+    """TCP port that the program serves; 0 if it serves none."""
     root: str = ""
+    """Directory with a root file system to use instead of this machine's; writes stay in the sandbox. Empty
+    uses this machine's.
+    """
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.target, self.script, self.argv))) > 1:
@@ -71,17 +82,21 @@ class Program(Struct, frozen=True, kw_only=True):
 
 
 class ProcessExit(Struct, frozen=True, kw_only=True):
-    """How a cell ended. Both `code` and `signal` are None when it was killed from outside, or its nest died.
+    """Exit of a sandbox.
 
-    `oom`: something in it was killed for want of memory. `said` is the end of its log, `notes` what its
-    limits had to prevent.
+    Both `code` and `signal` are None if it was killed from outside, or its fork server died.
     """
 
     code: int | None = None
+    """Exit code of the program; None if a signal ended it."""
     signal: int | None = None
+    """Number of the signal that ended the program; None if it exited."""
     oom: bool = False
+    """Whether the kernel killed a process of the sandbox for lack of memory."""
     said: str = ""
+    """Tail of the log."""
     notes: tuple[str, ...] = ()
+    """Messages about limits that were reached and connections that failed."""
 
     @property
     def clean(self) -> bool:
@@ -103,127 +118,181 @@ Address: TypeAlias = tuple[str, int]
 
 
 class Open(Struct, frozen=True, kw_only=True, tag=True):
-    """Controller to keeper, once. `directory` is for sockets and is removed in the end."""
+    """Controller to supervisor, once: start the fork parent."""
 
     program: Program
+    """Program to load."""
     command: tuple[str, ...]
+    """Bubblewrap command line; `{fd}` stands for the number of the control socket."""
     mounted: tuple[str, ...]
+    """Visible paths of this machine."""
     sealed: tuple[str, ...]
+    """Directories in which Unix sockets are unreachable."""
     hidden: tuple[str, ...]
+    """Paths within `mounted` that are covered."""
     env: Mapping[str, str]
+    """Environment of the fork parent."""
     directory: str
+    """Directory for sockets; the supervisor removes it at the end."""
     timeout_s: float
+    """Start timeout of the fork server, in seconds."""
 
 
 class Load(Struct, frozen=True, kw_only=True, tag=True):
-    """Keeper to warm parent, once."""
+    """Supervisor to fork parent, once: load the program."""
 
     program: Program
+    """Program to load."""
     mounted: tuple[str, ...]
+    """Visible paths of this machine."""
     sealed: tuple[str, ...] = ()
-    """Directories that are mounted once more so that no Unix socket in them can be reached."""
+    """Directories to remount so that their Unix sockets are unreachable."""
     hidden: tuple[str, ...] = ()
-    """Paths that are covered, again after that."""
+    """Paths to cover again after that remount."""
 
 
 class Warm(Struct, frozen=True, kw_only=True, tag=True):
-    """The warm parent, through the keeper: it takes cells, or what keeps it from that."""
+    """Fork parent to controller, through the supervisor: the program is loaded, or failed to load."""
 
     problem: str = ""
+    """Reason of the failure; empty on success."""
     pid: int = 0
+    """Process id of bubblewrap; set by the supervisor."""
     limits: tuple[str, ...] = ()
+    """Kinds of limits that control groups enforce; set by the supervisor."""
 
 
 class Start(Struct, frozen=True, kw_only=True, tag=True):
-    """A new cell; `id` names it from now on. Goes through the keeper to the warm parent."""
+    """Controller to fork parent, through the supervisor: start a sandbox."""
 
     id: int
+    """Number of the sandbox in later messages."""
     name: str
+    """Name of the sandbox."""
     log: str
+    """Path of the log file."""
     doors: tuple[Address, ...] = ()
+    """Addresses that the sandbox reaches, as host and port."""
     env: Mapping[str, str] = {}
+    """Environment variables to add."""
     limits: ResourceLimits = ResourceLimits()
+    """Resource limits of the sandbox."""
     port: int = 0
+    """Port that the program serves; 0 if it serves none."""
     timeout_s: float = 60.0
+    """Time limit until the port accepts connections, in seconds."""
     rlimit_memory: bool = False
+    """Whether to limit memory per process, because control groups cannot; set by the supervisor."""
 
 
 class Hello(Struct, frozen=True, kw_only=True, tag=True):
-    """A cell's namespaces are made. The listening sockets of its doors come along."""
+    """Sandbox to supervisor: the namespaces exist. Carries the listening sockets of the allowed addresses."""
 
 
 class Go(Struct, frozen=True, kw_only=True, tag=True):
-    """Its limits are in place: it may start its program."""
+    """Supervisor to sandbox: limits are in place, the program may start."""
 
 
 class Up(Struct, frozen=True, kw_only=True, tag=True):
-    """Its port takes connections."""
+    """Sandbox to supervisor: the program's port accepts connections."""
 
 
 class Started(Struct, frozen=True, kw_only=True, tag=True):
-    """Keeper to controller: the cell is up, or why not."""
+    """Supervisor to controller: the sandbox is ready, or failed to start."""
 
     id: int
+    """Number of the sandbox."""
     pid: int = 0
+    """Process id of the init process, outside the sandbox; 0 on failure."""
     socket: str = ""
+    """Path of the Unix socket that leads to the program's port; empty on failure."""
     problem: str = ""
+    """Reason of the failure; empty on success."""
 
 
 class Over(Struct, frozen=True, kw_only=True, tag=True):
-    """A cell's program has ended, and so does the cell; `problem` when it could not even be started."""
+    """Sandbox to supervisor: the program has ended, and with it the sandbox."""
 
     code: int | None = None
+    """Exit code of the program; None if a signal ended it."""
     signal: int | None = None
+    """Number of the signal that ended the program; None if it exited."""
     problem: str = ""
+    """Why the program could not start; empty if it did."""
 
 
 class Gone(Struct, frozen=True, kw_only=True, tag=True):
-    """Keeper to controller: nothing of a cell is left."""
+    """Supervisor to controller: the sandbox has ended and is cleaned up."""
 
     id: int
+    """Number of the sandbox."""
     code: int | None = None
+    """Exit code of the program; None if it was killed."""
     signal: int | None = None
+    """Number of the signal that ended the program; None if it exited or the sandbox was killed."""
     oom: bool = False
+    """Whether the kernel killed a process of the sandbox for lack of memory."""
     notes: tuple[str, ...] = ()
+    """Messages about limits that were reached and connections that failed."""
 
 
 class Kill(Struct, frozen=True, kw_only=True, tag=True):
+    """Controller to supervisor: kill a sandbox."""
+
     id: int
+    """Number of the sandbox."""
 
 
 class Line(Struct, frozen=True, kw_only=True, tag=True):
-    """An unconnected socket of a cell's network is asked for, and comes along with the answer."""
+    """Supervisor to sandbox and back: an unconnected socket of the sandbox's network; the answer carries
+    it.
+    """
 
     id: int
+    """Number of the sandbox."""
 
 
 class Exec(Struct, frozen=True, kw_only=True, tag=True):
-    """Run a command in a cell; its stdin, stdout and stderr come along. `cell` is for the keeper."""
+    """Controller to sandbox: run a command. Carries its stdin, stdout and stderr."""
 
     id: int
+    """Number of the task, repeated in `Done`."""
     cell: int
+    """Number of the sandbox."""
     argv: tuple[str, ...]
+    """Command line."""
     cwd: str = ""
+    """Working directory; empty uses `/work`."""
     env: Mapping[str, str] = {}
+    """Environment variables to add."""
     timeout_s: float | None = None
+    """Time limit in seconds; None for no limit."""
 
 
 class File(Struct, frozen=True, kw_only=True, tag=True):
-    """Write a file (`put`) or read it; its content goes through the pipe that comes along."""
+    """Controller to sandbox: write or read a file. Carries the pipe for its content."""
 
     id: int
+    """Number of the task, repeated in `Done`."""
     cell: int
+    """Number of the sandbox."""
     path: str
+    """Path in the sandbox."""
     put: bool
+    """True writes the file, False reads it."""
 
 
 class Done(Struct, frozen=True, kw_only=True, tag=True):
-    """What came of an Exec or a File. `problem` when it could not be run at all."""
+    """Sandbox to controller: result of an Exec or File."""
 
     id: int
+    """Number of the task."""
     code: int | None = None
+    """Exit code of a command, or errno of a transfer, 0 on success; None after a timeout."""
     timed_out: bool = False
+    """Whether the command reached its time limit and was killed."""
     problem: str = ""
+    """Why the task could not run; empty if it did."""
 
 
 Message: TypeAlias = (
@@ -242,18 +311,21 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 class Received(Struct, frozen=True):
-    """`pid` is the sender's as seen from here, where credentials were asked for."""
+    """Message with its descriptors."""
 
     message: Message
+    """Decoded message."""
     fds: list[int]
+    """File descriptors that came with the message; the receiver must close them."""
     pid: int
+    """Sender's process id as seen from here; 0 unless the channel requests credentials."""
 
 
 def transmit(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:
     try:
         data = encode(message)
     except UnicodeEncodeError as error:
-        # It would stay first in the queue, and keep all others from being sent.
+        # Reject it here: in a channel's queue it would block all later messages.
         raise UsageError(f"a {type(message).__name__} with text that is not Unicode: {error}") from error
     if len(data) > MAX_BYTES:
         kind = type(message).__name__
@@ -263,7 +335,7 @@ def transmit(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> 
 
 
 def receive(sock: socket.socket) -> Received | None:
-    """None when the other side is gone. Raises BlockingIOError where nothing is there yet."""
+    """Receive one message; None if the other side has closed. Raises BlockingIOError if there is none yet."""
     data, ancillary, _, _ = sock.recvmsg(MAX_BYTES, ANCILLARY, socket.MSG_CMSG_CLOEXEC)
     fds, pid = [], 0
     for level, kind, content in ancillary:
@@ -277,7 +349,7 @@ def receive(sock: socket.socket) -> Received | None:
 
 
 class Channel:
-    """One end in an event loop. `told` gets each message, `closed` is called once."""
+    """One end of a socket in an event loop. `told` gets each message; `closed` is called once."""
 
     def __init__(
         self,
@@ -303,7 +375,7 @@ class Channel:
         return self._open
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Takes over `fds`. Raises Unavailable when the other side is gone."""
+        """Queue a message and take over `fds`; raises Unavailable if the other side has closed."""
         if not self._open:
             _close(fds)
             raise Unavailable("the other side of the channel is gone")
@@ -342,14 +414,14 @@ class Channel:
         self._loop.remove_writer(self._sock.fileno())
 
     def _read(self) -> None:
-        # A few at a time: whoever talks much must not keep the loop from the others.
+        # Limit the messages per call, so that a busy channel does not block the event loop.
         for _ in range(16):
             try:
                 received = receive(self._sock)
             except BlockingIOError:
                 return
             except (OSError, MsgspecError):
-                received = None  # Whoever does not speak our language is gone to us.
+                received = None  # Treat a peer that sends invalid messages as gone.
             if received is None:
                 self._end()
                 return

@@ -1,7 +1,7 @@
-"""The namespaces of one cell, and what is in them: a fresh /proc, scratch space, a network with doors.
+"""Linux namespaces of a sandbox: mounts, /proc, and a restricted network.
 
-A door is a listening socket on an address that the cell may reach; whoever holds it outside accepts
-there. Everything else is unreachable, because there is nothing else in the cell's network.
+For each allowed address, a socket listens in the sandbox's network; the supervisor accepts its connections
+outside and forwards them. The network has no other interface than loopback.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ from afield.settings.runtimes import ResourceLimits
 USER = 1000
 INODES_PER_MB = 128
 BACKLOG = 128
-# What the kernel counts for a user, who is the same one in all cells: no cell may have all of it.
+# Kernel limits per user. All sandboxes have the same user, so none may use up the total.
 TERMINALS = 64
 COUNTED = {"max_inotify_instances": 16, "max_inotify_watches": 16_384, "max_user_namespaces": 0}
 QUIET = syscalls.NO_SUID | syscalls.NO_DEV
 
 
 def enter() -> None:
-    """New namespaces of every kind; the next process that is forked is the first one in them."""
+    """Create new namespaces of every kind; the next forked process is the init process in them."""
     syscalls.unshare(syscalls.ALL_NEW)
     syscalls.map_ids(USER, USER)
 
 
 def furnish(limits: ResourceLimits, mounted: Sequence[str], hosts: str, *, image: bool) -> None:
+    """Mount scratch directories, /dev/pts, /proc and /etc/hosts, on an image's root file system if
+    `image`.
+    """
     syscalls.mount("none", "/", flags=syscalls.REC | syscalls.PRIVATE)
     size = (
         ""
@@ -43,7 +46,7 @@ def furnish(limits: ResourceLimits, mounted: Sequence[str], hosts: str, *, image
     )
     syscalls.mount("cell", STAGE, "tmpfs", QUIET, f"mode=755{size}")
     root = _own_root(mounted) if image else ""
-    # One file system for all of them, so that the limit is one as well.
+    # One tmpfs for all of them, so that disk_mb limits their sum.
     for number, place in enumerate((*SCRATCH, "/dev/shm")):
         made = f"{STAGE}/{number}"
         Path(made).mkdir()
@@ -70,7 +73,7 @@ def furnish(limits: ResourceLimits, mounted: Sequence[str], hosts: str, *, image
 
 
 def hosts_and_doors(doors: Sequence[Address]) -> tuple[str, list[socket.socket]]:
-    """What /etc/hosts says, and a listening socket for each door, in order."""
+    """Content of /etc/hosts, and a listening socket for each allowed address, in order."""
     syscalls.loopback_up()
     hosts, listening = HOSTS, []
     for number, (host, port) in enumerate(doors):
@@ -92,9 +95,11 @@ def listener(address: str, port: int) -> socket.socket:
 
 
 def keep_only(kept: set[int]) -> None:
-    """Of the descriptors above stderr. Plain files are opened anew to be read, the rest is emptied:
+    """Replace all descriptors above stderr except `kept`: reopen regular files read-only, point others to
+    /dev/null.
 
-    an object that believes it owns a descriptor must not close another one with its number.
+    They are not closed, because objects that own them would later close unrelated descriptors with the same
+    number.
     """
     nothing = os.open(os.devnull, os.O_RDWR)
     for entry in list(Path("/proc/self/fd").iterdir()):
@@ -105,7 +110,8 @@ def keep_only(kept: set[int]) -> None:
             mode = os.fstat(fd).st_mode
             anew = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY) if stat.S_ISREG(mode) else nothing
         except OSError:
-            continue  # The listing's own, which is closed by now; or one that cannot be opened again.
+            # The descriptor of the listing itself, which is closed by now, or one that cannot be reopened.
+            continue
         os.dup2(anew, fd, inheritable=False)
         if anew != nothing:
             os.close(anew)
@@ -122,7 +128,7 @@ def _address(host: str, number: int) -> str:
 
 
 def _keep_visible(place: str, made: str, mounted: Sequence[str]) -> None:
-    """What is mounted beneath a place must not vanish under the fresh one."""
+    """Bind mounts below a scratch directory into its fresh replacement."""
     for path in mounted:
         if not Path(path).is_relative_to(place):
             continue
@@ -150,7 +156,7 @@ def _fresh_proc(place: str) -> None:
 
 
 def _own_root(mounted: Sequence[str]) -> str:
-    """The image, with a layer of this cell's own above it, and what was asked for beside it."""
+    """Root file system from the image: a writable overlay with /dev, basic files in /etc, and the mounts."""
     root, upper, work = f"{STAGE}/root", f"{STAGE}/upper", f"{STAGE}/layer"
     for path in (root, upper, work):
         Path(path).mkdir()
@@ -173,7 +179,7 @@ def _own_root(mounted: Sequence[str]) -> str:
 
 
 def _mount_point(path: str) -> None:
-    # A link in an image must not lead out of it.
+    # Replace symbolic links: a link in an image could lead out of it.
     place = Path(path)
     if place.is_symlink():
         place.unlink()

@@ -1,4 +1,4 @@
-"""What a cell's programs bear: limits, no privilege, a filter on what they may ask of the kernel."""
+"""Privileges of sandboxed programs: resource limits, no capabilities, a seccomp filter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ MB = 2**20
 
 
 def bear(start: Start, *, output: int, listener: socket.socket | None = None) -> None:
-    """In the process that becomes the program. `listener` gets the filter's, to tell what was refused."""
+    """Turn this process into the program's: session, standard streams, environment, then `confine`.
+
+    The seccomp listener's descriptor is sent over `listener`.
+    """
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDONLY)
     for fd, to in ((nothing, 0), (output, 1), (output, 2)):
@@ -30,7 +33,7 @@ def bear(start: Start, *, output: int, listener: socket.socket | None = None) ->
 
 
 def confine(start: Start, listener: socket.socket | None = None) -> None:
-    """For good. `listener`, a socket, is closed."""
+    """Apply resource limits, drop privileges and install the filter, irrevocably. Closes `listener`."""
     prctl(PR_SET_DUMPABLE, 1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _limit(start)
@@ -50,7 +53,7 @@ def _limit(start: Start) -> None:
     _set(resource.RLIMIT_NOFILE, limits.files)
     _set(resource.RLIMIT_NPROC, limits.pids)
     if start.rlimit_memory and limits.memory_mb is not None:
-        # Beside what the warm parent had mapped already.
+        # On top of the memory that the fork parent has already mapped.
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         _set(resource.RLIMIT_AS, mapped + limits.memory_mb * MB)
 
@@ -64,6 +67,6 @@ def _set(kind: int, value: int | None) -> None:
 
 
 def _reseed() -> None:
-    """`random` does it by itself after a fork; numpy does not, and all cells would draw the same."""
+    """Reseed numpy, whose random state all forks share; `random` reseeds itself."""
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()

@@ -1,4 +1,4 @@
-"""One isolated place: where it is, how to reach it, and how it ended."""
+"""Sandbox process as the controller sees it: commands, files, connections, kill."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHUNK = 65_536
 
 
 class bounded:  # noqa: N801 - reads as a function where it is used
-    """The beginning and the end of what comes out of a pipe; it is closed when reading ends."""
+    """Reads a pipe and keeps the beginning and the end of its output; closes the pipe when reading ends."""
 
     def __init__(self, fd: int, kept: int = KEPT) -> None:
         self._fd = fd
@@ -49,7 +49,7 @@ class bounded:  # noqa: N801 - reads as a function where it is used
 
 
 async def read_all(fd: int, most: int) -> bytes | None:
-    """None where there is more than that: what is read may have no end."""
+    """Read up to `most` bytes; None if there is more."""
     reader, transport = await _reader(fd)
     content = bytearray()
     try:
@@ -63,7 +63,7 @@ async def read_all(fd: int, most: int) -> bytes | None:
 
 
 async def feed(fd: int, data: bytes) -> None:
-    """Write it all and close. Whoever does not read it to the end has had enough."""
+    """Write all data and close; ignores a reader that closes early."""
     loop = asyncio.get_running_loop()
     transport, protocol = await loop.connect_write_pipe(
         asyncio.streams.FlowControlMixin, os.fdopen(fd, "wb", 0)
@@ -90,23 +90,26 @@ async def _reader(fd: int) -> tuple[asyncio.StreamReader, asyncio.BaseTransport]
 
 EXEC_S = 600.0
 FILE_S = 120.0
-# Beyond a command's own time, for ending what it started. A cell that dies says so at once: this is for one
-# that hangs; a busy machine that has hundreds of processes to end takes long, and does not hang.
+# Extra time for killing a command's processes, in seconds. A sandbox that dies reports it at once; this only
+# detects one that hangs. Killing hundreds of processes on a busy machine takes long.
 GRACE_S = 180.0
 DRAIN_S = 0.5
 
 
 class Asking(Protocol):
+    """Sends a task message of type `make` to the supervisor and returns the future of its result."""
+
     def __call__(
         self, make: type[Exec] | type[File], fds: Sequence[int], **values: object
     ) -> asyncio.Future[Done]: ...
 
 
 class SandboxProcess:
-    """`pid` is its first process as seen from here; `started` is wall-clock time.
+    """Running sandbox.
 
-    `socket` is a path that reaches the program's port from here, for as long as the cell lives: connect to it
-    with `aiohttp.UnixConnector(path=str(cell.socket))` and ask for `http://cell/ping`, or by `connect`.
+    `pid` is the init process as seen from here; `started` is its start in seconds since the epoch. `socket`
+    is the path of a Unix socket that leads to the program's port: use it with
+    `aiohttp.UnixConnector(path=str(process.socket))` and any host name, or call `connect`.
     """
 
     def __init__(
@@ -136,22 +139,22 @@ class SandboxProcess:
         return not self._ended.done()
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection to the program's port. Raises OSError when nobody is there."""
+        """Connect to the program's port; raises OSError if the sandbox is gone."""
         return await asyncio.open_unix_connection(str(self.socket))
 
     async def ended(self) -> ProcessExit:
-        """Until nothing of it is left. Any number may wait."""
+        """Wait until the sandbox has ended and is cleaned up. Any number of tasks may wait."""
         return await asyncio.shield(self._ended)
 
     def kill(self) -> None:
-        """Everything in it, at once. Repeating is harmless; `ended` tells when it is done."""
+        """Kill all processes of the sandbox without waiting. Repeating is harmless."""
         if self.alive:
-            # Where its nest is gone, so is it.
+            # Without its fork server the sandbox is dead already.
             with contextlib.suppress(Unavailable):
                 self._channel.send(Kill(id=self.id))
 
     def mark_dead(self, ended: ProcessExit) -> None:
-        """For its nest: how it ended."""
+        """Record the exit; called by the fork server."""
         if self.alive:
             self._ended.set_result(ended)
 
@@ -164,7 +167,7 @@ class SandboxProcess:
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
     ) -> ExecResult:
-        """As `seams.sandbox` says. It runs as the program does: same user, limits and network."""
+        """Run a command as in `interfaces.sandbox`, with the program's user, limits and network."""
         argv = tuple(build_argv(command, timeout, cwd, env))
         (near_in, far_in), (far_out, near_out), (far_err, near_err) = os.pipe(), os.pipe(), os.pipe()
         values = {"argv": argv, "cwd": cwd or "", "env": dict(env or {}), "timeout_s": timeout}
@@ -173,7 +176,7 @@ class SandboxProcess:
         reading = [asyncio.ensure_future(output.read()) for output in outputs]
         try:
             done = await self._answer(Exec, [near_in, near_out, near_err], timeout + GRACE_S, values)
-            # What the command left running may keep its output open for ever.
+            # Background processes of the command may keep its output open.
             await asyncio.wait(reading, timeout=DRAIN_S)
         finally:
             for task in (feeding, *reading):

@@ -1,7 +1,7 @@
-"""Carries bytes between a cell and what it may reach, and between us and the cell's own port.
+"""Byte relay between a sandbox and its allowed addresses, and to its port.
 
-Both directions end apart (half-close), nothing is buffered beyond a bound, and a cell has a bounded number of
-connections at one time; more are closed at once.
+Each direction closes on its own (half-close). Buffers and the number of connections per sandbox are bounded;
+further connections are closed at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BUFFER = 128 * 1024
 
 
 class _Half(asyncio.Protocol):
-    """One side of a connection; what it receives goes to the other."""
+    """One side of a connection; forwards received data to the other side."""
 
     def __init__(self, ended: Callable[[], None]) -> None:
         self.transport: asyncio.Transport | None = None
@@ -36,13 +36,13 @@ class _Half(asyncio.Protocol):
         if self.other is not None and self.other.transport is not None:
             self.other.transport.write(data)
             return
-        # Asked for here and not when the connection was made: then it is lost in older Pythons.
+        # Pause here rather than in connection_made, where older Python versions lose it.
         self._early += data
         if self.transport is not None:
             self.transport.pause_reading()
 
     def eof_received(self) -> bool:
-        """The other direction may go on; where both have ended, so has the connection."""
+        """Half-close the other side; close both sides once both have ended."""
         self._eof = True
         if self.other is None or self.other.transport is None:
             return True
@@ -54,7 +54,7 @@ class _Half(asyncio.Protocol):
         return True
 
     def join(self, other: _Half) -> None:
-        """What came before the other side was there goes to it first."""
+        """Connect the other side, and forward data that arrived before."""
         self.other = other
         if other.transport is not None and self._early:
             other.transport.write(bytes(self._early))
@@ -79,7 +79,7 @@ class _Half(asyncio.Protocol):
 
 
 class Relay:
-    """All connections of one cell."""
+    """All connections of one sandbox."""
 
     def __init__(self) -> None:
         self._servers: list[asyncio.Server] = []
@@ -89,7 +89,7 @@ class Relay:
         self._failed: dict[str, int] = {}
 
     def notes(self) -> tuple[str, ...]:
-        """What had to be refused, and what could not be reached, since this was asked before."""
+        """Messages about refused connections and unreachable addresses since the last call."""
         notes = [f"{to}; {n} time(s)" for to, n in self._failed.items()]
         if self._refused:
             notes.append(f"{AT_ONCE} connections at once are allowed; {self._refused} more were closed")
@@ -97,7 +97,7 @@ class Relay:
         return tuple(notes)
 
     async def door(self, listener: socket.socket, host: str, port: int) -> None:
-        """What the cell connects to there goes to `host:port` out here."""
+        """Forward connections that the sandbox makes to `listener` to `host:port` outside."""
 
         async def out(half: Callable[[], _Half]) -> None:
             await asyncio.get_running_loop().create_connection(half, host, port)
@@ -105,7 +105,9 @@ class Relay:
         await self._serve(out, f"{host}:{port}", sock=listener)
 
     async def port(self, path: Path, made: Callable[[], Awaitable[socket.socket]], port: int) -> None:
-        """What connects to `path` out here goes to the cell's own port."""
+        """Forward connections to the Unix socket `path` to the sandbox's `port`; `made` creates a socket in
+        its network.
+        """
 
         async def into(half: Callable[[], _Half]) -> None:
             loop = asyncio.get_running_loop()
@@ -181,7 +183,7 @@ class Relay:
 
 
 class _Near(_Half):
-    """The side that was accepted: it asks for the other one."""
+    """Accepted side of a connection; opens the other side."""
 
     def __init__(self, onward: Callable[[], None], ended: Callable[[], None]) -> None:
         super().__init__(ended)

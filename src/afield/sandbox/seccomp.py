@@ -1,9 +1,9 @@
-"""Which system calls a cell's programs may make: all but those that reach around its walls.
+"""Seccomp filter of sandboxed programs, and log lines about denied calls.
 
-Refused are other namespaces and mounts, tracing, keys, the kernel's own interfaces, and sockets of families
-that no network namespace holds. A refusal is an ordinary error to the caller. With a listener the
-refused calls, and each connect, kill and opening of a file to write, are told to whoever holds it before they
-are answered.
+1. The filter denies namespaces and mounts, tracing, keys, kernel interfaces, and socket families that no
+network namespace isolates. The caller gets an ordinary error.
+2. With a listener, the init process is notified of denied calls, and of each connect, kill and open for
+writing, before the kernel answers. It logs those that will fail. Isolation does not depend on it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from afield.sandbox.syscalls import ALL_NEW, NEW_CGROUP, NEW_TIME, call
 
-# Names and numbers of the refused, per machine.
+# Numbers of denied system calls by machine.
 _NUMBERS = {
     "x86_64": {
         "ptrace": 101, "syslog": 103, "uselib": 134, "vhangup": 153, "modify_ldt": 154, "pivot_root": 155,
@@ -49,8 +49,8 @@ _EVERYWHERE = {
     "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433,
     "pidfd_getfd": 438, "mount_setattr": 442, "quotactl_fd": 443, "open_tree_attr": 467,
 }  # fmt: skip
-# Callers fall back to what they did before these existed.
-_UNKNOWN = {  # clone3, io_uring_setup, _enter, _register; and io_setup, whose number is one for the machine
+# Answered with ENOSYS, so that callers fall back to older calls.
+_UNKNOWN = {  # clone3, io_uring_setup, _enter, _register; io_setup, whose number differs by machine
     "x86_64": (435, 425, 426, 427, 206),
     "aarch64": (435, 425, 426, 427, 0),
 }
@@ -67,14 +67,14 @@ _SPECIAL = {
 _ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _SECCOMP = {"x86_64": 317, "aarch64": 277}
 FAMILIES = (1, 2, 10)  # unix, inet, inet6: each is bound to the network namespace
-NETLINK, ROUTE = 16, 0  # of its many protocols, the one that tells a program its own addresses
-TERMINAL = (0x5412, 0x541C)  # TIOCSTI and TIOCLINUX put words into another's mouth
+NETLINK, ROUTE = 16, 0  # the only netlink protocol allowed; it tells programs their own addresses
+TERMINAL = (0x5412, 0x541C)  # TIOCSTI and TIOCLINUX inject input into a terminal
 X32 = 0x40000000
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER, ARCH, ARGUMENTS = 0, 4, 16
 ALLOW, ERROR, NOTIFY = 0x7FFF0000, 0x00050000, 0x7FC00000
 TOLD = ("connect", "kill")
-OPENING = {"open": 1, "openat": 2}  # where their flags are
+OPENING = {"open": 1, "openat": 2}  # index of the flags argument
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 SET_FILTER, NEW_LISTENER, WAIT_KILLABLE = 1, 8, 32
 
@@ -82,13 +82,13 @@ Step = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
 
 
 def refused() -> dict[int, str]:
-    """Numbers and names of what is refused on this machine."""
+    """Denied system calls of this machine: names by number."""
     machine = os.uname().machine
     return {n: name for name, n in (*_NUMBERS[machine].items(), *_EVERYWHERE.items())}
 
 
 def told() -> dict[int, str]:
-    """Numbers and names of calls that are let through, once they were told to the listener."""
+    """Allowed system calls that are first reported to the listener: names by number."""
     special = _SPECIAL[os.uname().machine]
     return {special[name]: name for name in (*TOLD, *OPENING) if name in special}
 
@@ -98,7 +98,9 @@ def supported() -> bool:
 
 
 def install(*, listen: bool) -> int:
-    """From here on, in this process and all it starts. Returns the listener's descriptor, or -1."""
+    """Install the filter for this process and its descendants; returns the listener's descriptor, or -1
+    without `listen`.
+    """
     steps = _program(os.uname().machine, listen)
     code = b"".join(struct.pack("HBBI", *step) for step in steps)
     buffer = ctypes.create_string_buffer(code)
@@ -110,7 +112,7 @@ def install(*, listen: bool) -> int:
     try:
         flags = ctypes.c_uint(NEW_LISTENER | WAIT_KILLABLE)
         return call("syscall", number, ctypes.c_uint(SET_FILTER), flags, program)
-    except OSError:  # Kernels before 5.19 do not know the second flag.
+    except OSError:  # Kernels before 5.19 do not support WAIT_KILLABLE.
         return call("syscall", number, ctypes.c_uint(SET_FILTER), ctypes.c_uint(NEW_LISTENER), program)
 
 
@@ -148,7 +150,9 @@ def _sockets() -> list[Step]:
 
 
 def _when(number: int, argument: int, then: list[Step]) -> list[Step]:
-    """Ends with ALLOW where `then` falls through; it judges the lower half of an argument."""
+    """Instructions for one system call that test the lower half of an argument; allows the call if `then`
+    falls through.
+    """
     inner = [_load(ARGUMENTS + 8 * argument), *then, _answer(ALLOW)]
     return [(EQUAL, 0, len(inner), number), *inner]
 
@@ -170,7 +174,10 @@ MOST_LINES = 50
 
 
 class Notices:
-    """`reached` are the addresses behind doors; `listens` says whether anybody in the cell serves a port."""
+    """Answers the filter's notifications and logs denied calls, up to MOST_LINES lines.
+
+    `reached` are the allowed addresses; `listens` tells whether a process in the sandbox serves a port.
+    """
 
     def __init__(
         self,
@@ -188,12 +195,12 @@ class Notices:
         self._told = told()
 
     def answer(self) -> bool:
-        """One call; False when there is nobody left to ask."""
+        """Answer one notification; returns False if the filter is gone."""
         asked = bytearray(ASKED.size)
         try:
             fcntl.ioctl(self.fd, RECEIVE, asked)
         except OSError as error:
-            # The caller may be gone by now.
+            # The calling process may have ended.
             return error.errno in (errno.ENOENT, errno.EINTR)
         caller, pid, _, number, _, _, *arguments = ASKED.unpack(asked)
         if number in self._told:
@@ -221,7 +228,7 @@ class Notices:
 
     def _tell_path(self, pid: int, place: int) -> None:
         path = _memory(pid, place, os.pathconf("/", "PC_PATH_MAX")).partition(b"\0")[0]
-        # A name that counts from another directory than the root is not followed.
+        # Relative paths are not resolved.
         if path.startswith(b"/") and _unwritable(Path(os.fsdecode(path))):
             self._tell(f"{path.decode('utf-8', 'backslashreplace')!r} cannot be written: it is read-only")
 
@@ -252,7 +259,9 @@ class Notices:
 
 
 def _unwritable(path: Path) -> bool:
-    """Whether a file lies, or would lie, in what is read-only here; devices can be written all the same."""
+    """Whether a path, or its nearest existing parent, is on a read-only mount; character devices stay
+    writable.
+    """
     while True:
         try:
             status, kind = os.statvfs(path), path.stat().st_mode
@@ -278,7 +287,7 @@ def _memory(pid: int, place: int, size: int) -> bytes:
 
 
 def _address(data: bytes) -> tuple[str, int] | None:
-    """Of a socket address of the internet families."""
+    """Host and port of an IPv4 or IPv6 socket address; None for other families."""
     if len(data) < 8:
         return None
     family, port = struct.unpack("=H", data[:2])[0], struct.unpack("!H", data[2:4])[0]

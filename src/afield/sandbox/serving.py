@@ -1,6 +1,6 @@
-"""An agent on the `/invocations` contract in a cell: loaded beforehand, served on a socket that listens.
+"""Serves an agent's `/invocations` app in a sandbox, on a listening socket.
 
-With `once` the cell's program ends when its first rollout has ended and every request was answered.
+With `once`, the program exits when its first rollout has ended and every request is answered.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from afield.sdk.serve import load
 
 
 class Prepared:
-    """All that can be done before the fork; whatever is unique to a session is done after it."""
+    """App and uvicorn configuration, loaded before the fork. Anything unique to a session is done after
+    it.
+    """
 
     def __init__(self, app: Entrypoints) -> None:
         self.app = app
@@ -38,7 +40,7 @@ class Prepared:
 
 
 def prepared(target: str) -> Prepared:
-    """Raises UsageError when there is nothing to serve."""
+    """Load a target; raises UsageError if it cannot be served."""
     logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("afield").setLevel(logging.INFO)
     return Prepared(load(target))
@@ -54,14 +56,14 @@ def serve(agent: Prepared, listener: socket.socket, *, once: bool) -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """At once: what an agent left running must not keep its cell."""
+    """Exit at once, without waiting for threads that the agent left running."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)
 
 
 class _Server(uvicorn.Server):
-    """Does nothing while nobody asks: ten ticks a second, times hundreds of cells, are a processor's work."""
+    """uvicorn server without its ten wake-ups per second, which cost a full CPU for hundreds of sandboxes."""
 
     async def main_loop(self) -> None:
         await asyncio.Event().wait()
@@ -71,7 +73,7 @@ class _Server(uvicorn.Server):
 
 
 class _Front:
-    """The app, and when it is done."""
+    """App wrapper that exits once the rollout has ended and no request is open."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -92,7 +94,7 @@ class _Front:
             self._leave_if_over()
 
     def over(self, session_id: str) -> None:
-        """From the thread of the rollout."""
+        """Record the end of the rollout; called from the rollout's thread."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._ended)
 

@@ -1,9 +1,9 @@
-"""The process beside the controller that keeps a nest: it starts the warm parent within its walls, limits
-each cell, carries its bytes, and tells how it ended.
+"""Supervisor process of a fork server: starts, limits and cleans up sandboxes.
 
-It is apart so that hundreds of busy cells cost the controller's event loop nothing, and so that somebody
-cleans up after a controller that was killed: cells, control groups, sockets. If the keeper itself is
-killed the kernel ends all cells, and the next keeper removes the groups.
+1. It starts the fork parent in bubblewrap, applies limits, relays connections and reports exits.
+2. It is a process of its own, so that hundreds of busy sandboxes do not load the controller's event loop, and
+so that sandboxes, control groups and sockets are cleaned up if the controller is killed.
+3. If the supervisor is killed, the kernel ends all sandboxes, and the next supervisor removes the groups.
 """
 
 from __future__ import annotations
@@ -53,12 +53,16 @@ from afield.settings.runtimes import ResourceLimits
 
 SETTLE_S = 5.0
 DYING_S = 60.0
-OWN = 2  # the first process and the agent's
+OWN = 2  # processes of every sandbox: init and the program
 LINE_S = 10.0
 
 
 class SupervisedProcess:
-    """`tell` reaches the controller: Started once, Gone once after it, and what came of each task."""
+    """One sandbox, from its request until it is cleaned up.
+
+    `tell` sends messages to the controller: Started once, Gone once after a successful start, and Done for
+    each task.
+    """
 
     def __init__(
         self,
@@ -97,7 +101,10 @@ class SupervisedProcess:
         warm.send(start, [theirs.detach(), log])
 
     async def live(self, warm: Channel, turn: asyncio.Semaphore) -> None:
-        """`turn` bounds how many are made at one time: the clock of a start runs from its turn on."""
+        """Run the sandbox from start to cleanup.
+
+        `turn` limits concurrent starts; the start timeout counts from the moment it is acquired.
+        """
         problem = await self._risen(warm, turn)
         if problem:
             self.kill()
@@ -112,7 +119,7 @@ class SupervisedProcess:
         self._tell(Gone(id=self.id, code=over.code, signal=over.signal, oom=oom, notes=notes))
 
     async def _risen(self, warm: Channel, turn: asyncio.Semaphore) -> str:
-        """Until its port takes connections; says why it never did."""
+        """Wait until the port accepts connections; returns the problem, empty on success."""
         try:
             async with turn:
                 deadline = asyncio.get_running_loop().time() + self._start.timeout_s
@@ -128,7 +135,9 @@ class SupervisedProcess:
         return problem
 
     async def _rise(self, warm: Channel) -> str:
-        """Until its namespaces and limits are there, and its program may start."""
+        """Wait until namespaces and limits exist, and let the program start; returns the problem, empty on
+        success.
+        """
         if self._closed.is_set():
             return self._why()
         self._begin(warm)
@@ -155,7 +164,7 @@ class SupervisedProcess:
         return ""
 
     async def _first(self, wanted: asyncio.Future) -> bool:  # type: ignore[type-arg]
-        """Whether the cell ended before that."""
+        """Whether the sandbox ended before the future was done."""
         closed = asyncio.ensure_future(self._closed.wait())
         try:
             await asyncio.wait((wanted, closed), return_when=asyncio.FIRST_COMPLETED)
@@ -180,21 +189,23 @@ class SupervisedProcess:
             self._tell(Done(id=task.id, problem="its cell has ended"))
 
     def kill(self) -> None:
-        """Everything in it. Repeating is harmless."""
+        """Kill all processes of the sandbox. Repeating is harmless."""
         if self._pidfd >= 0:
             if self._group is not None and self._over is None:
-                # Its first process tells of those it ends; this time it cannot.
+                # Count processes here: a killed init process cannot report them.
                 self._more = max(self._more, self._group.processes() - OWN)
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         else:
-            # It has not begun: without us it will not.
+            # The program has not started, and does not start once the channel is closed.
             if self._channel is not None:
                 self._channel.close()
             self._closed.set()
 
     async def bury(self) -> tuple[bool, tuple[str, ...]]:
-        """Nothing of it is left afterwards; says what its limits had to prevent."""
+        """Kill the sandbox and remove sockets and groups. Returns whether memory ran out, and messages about
+        limits.
+        """
         self.kill()
         if self._channel is not None:
             self._channel.close()
@@ -246,7 +257,7 @@ class SupervisedProcess:
                     os.close(fd)
 
     async def _line(self) -> socket.socket:
-        """An unconnected socket of the cell's own network."""
+        """Request an unconnected socket of the sandbox's network."""
         future: asyncio.Future[socket.socket] = asyncio.get_running_loop().create_future()
         if self._channel is None:
             raise ConnectionError("the cell has not begun")
@@ -268,7 +279,9 @@ class SupervisedProcess:
 
 
 async def _ended(pidfd: int) -> bool:
-    """False when it was killed and yet has not ended in all that time; the others must not wait for it."""
+    """Wait until a process has ended; returns False after DYING_S seconds, so that others need not wait for
+    it.
+    """
     gone = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_reader(pidfd, gone.set)
@@ -281,11 +294,13 @@ async def _ended(pidfd: int) -> bool:
         loop.remove_reader(pidfd)
 
 
-AT_ONCE = 16  # cells that are made at one time
+AT_ONCE = 16  # maximum number of concurrent starts
 NEST = ResourceLimits(cpus=None, memory_mb=None, pids=16_384, disk_mb=None, files=None)
 
 
 class Supervisor:
+    """Manages the fork parent and sandboxes of one fork server."""
+
     def __init__(self, controller: socket.socket) -> None:
         self._done = asyncio.Event()
         self._controller = Channel(controller, self._asked, self._done.set)
@@ -300,7 +315,7 @@ class Supervisor:
         self._turn = asyncio.Semaphore(AT_ONCE)
 
     async def run(self) -> None:
-        """Until the controller is gone, or the warm parent."""
+        """Serve until the controller or the fork parent has ended, then clean up."""
         parent = os.pidfd_open(os.getppid())
         asyncio.get_running_loop().add_reader(parent, self._done.set)
         try:
@@ -347,7 +362,7 @@ class Supervisor:
         self._groups.sweep()
         ours, theirs = pair()
         command = [part.replace("{fd}", str(theirs.fileno())) for part in opening.command]
-        # Its output goes where ours does: to the log of the nest.
+        # Inherits standard output and error: the log of the fork server.
         self._bubblewrap = await asyncio.create_subprocess_exec(
             *command,
             env=dict(opening.env),
@@ -416,7 +431,7 @@ def _close(fds: list[int]) -> None:
 
 def main() -> None:
     controller = socket.socket(fileno=int(sys.argv[1]))
-    # Several descriptors for each of many cells.
+    # Each sandbox needs several descriptors.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     asyncio.run(_main(controller))

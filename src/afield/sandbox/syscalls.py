@@ -1,6 +1,6 @@
-"""The system calls that Python has no name for: namespaces, mounts, privileges, loopback addresses.
+"""System calls without a Python wrapper: namespaces, mounts, privileges, loopback addresses.
 
-Each raises OSError with what was asked. Linux only; nothing here decides anything.
+Each function raises OSError with its arguments. Linux only.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def bind(source: str, target: str, *, read_only: bool = False) -> None:
 
 
 def make_read_only(place: str) -> None:
-    """A mount of this namespace. What it may not do already stays so: the kernel insists on that."""
+    """Remount read-only; keeps flags that the kernel does not allow to clear."""
     kept = os.statvfs(place).f_flag & (NO_SUID | NO_DEV | NO_EXEC | NO_ATIME | NO_DIRATIME)
     mount("none", place, flags=BIND | REMOUNT | READ_ONLY | kept)
 
 
 def change_root(new: str) -> None:
-    """`new` becomes the root, and the old one is out of reach."""
+    """Make `new` the root directory and detach the old one."""
     os.chdir(new)
     number = SYS_PIVOT_ROOT[os.uname().machine]
     call("syscall", ctypes.c_long(number), b".", b".")
@@ -90,7 +90,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def map_ids(inside: int, outside: int) -> None:
-    """Of the user namespace that this process has just made."""
+    """Map one user id and group id in the user namespace that this process has just created."""
     for name, content in (
         ("setgroups", "deny"),
         ("uid_map", f"{inside} {outside} 1"),
@@ -108,12 +108,12 @@ class _Header(ctypes.Structure):
 
 
 def drop_privileges() -> None:
-    """No capability now, none later, whatever is executed."""
+    """Drop all capabilities for good, also across exec."""
     for capability in range(64):
         try:
             prctl(PR_CAPBSET_DROP, capability)
         except OSError:
-            break  # There are no more.
+            break  # beyond the last capability
     header, none = _Header(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
     call("capset", ctypes.byref(header), none)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
@@ -125,7 +125,7 @@ def loopback_up() -> None:
 
 
 def add_address(address: str, number: int) -> None:
-    """An address of the loopback interface; `number` tells it from others."""
+    """Add an address to the loopback interface; `number` is its alias. Loopback addresses need no entry."""
     ip = ipaddress.ip_address(address)
     if ip.is_loopback or ip.is_unspecified:
         return
