@@ -1,4 +1,4 @@
-"""Groups to the rows of a training step, their checks and their token account.
+"""Training batch: rows of groups, their checks and token account.
 
 Rows that cannot be rescored exactly are refused with rollout and turn: truncated or greedy sampling, ids
 outside the vocabulary, numbers that are not finite. A row longer than the model's context is excluded and
@@ -24,15 +24,16 @@ from afield.types import Group
 
 log = logging.getLogger("afield.trainers")
 MAX_LOGGED_ROWS = 8
-"""Rows beyond the context that are logged one by one."""
+"""Rows beyond the context that are logged individually."""
 
 
 class TrainingBatch(NamedTuple):
-    """The rollouts that have an advantage, and their rows."""
+    """Rollouts that have an advantage, and their rows."""
 
     rollout_ids: tuple[str, ...]
-    """All of them: a rollout without rows still counts in the loss's denominator."""
+    """Rollouts with an advantage; one without rows still counts in the loss's denominator."""
     rows: tuple[Row, ...]
+    """Rows to train on, with their advantages."""
     too_long: tuple[Row, ...] = ()
     """Rows that exceed the model's context and are not trained."""
 
@@ -44,7 +45,7 @@ class TrainingBatch(NamedTuple):
 def to_batch(
     groups: Iterable[Group], advantages: Mapping[str, TurnAdvantages], context: int | None = None
 ) -> TrainingBatch:
-    """The rows of rollouts in `advantages`; those of more than `context` tokens are set apart."""
+    """Build the rows of rollouts in `advantages`; rows of more than `context` tokens go to `too_long`."""
     ids: list[str] = []
     rows: list[Row] = []
     for result in (result for group in groups for result in group.finished):
@@ -105,8 +106,10 @@ def token_account(
 def check_rows(
     rows: Iterable[Row], *, vocabulary: int, context: int | None, no_images: str = "it has no vision part"
 ) -> None:
-    """Refuse rows that cannot be rescored exactly. `no_images` is why the model takes no images; empty if
-    it does."""
+    """Refuse rows that cannot be rescored exactly.
+
+    `no_images` is the reason why the model takes no images; empty if it does.
+    """
     for row in rows:
         ids, turns = row.token_ids, row.trajectory.turns
         if row.trajectory.images and no_images:

@@ -22,12 +22,12 @@ from afield.trainers.micro_batches import MicroBatch
 
 
 class LogprobDifference(NamedTuple):
-    """The largest difference between sampler and trainer."""
+    """Largest difference between sampler and trainer log-probabilities."""
 
     diff: float
     """Absolute difference of the two log-probabilities."""
     where: str
-    """Rollout and turn."""
+    """Rollout and turn of the token, for messages."""
     place: int
     """Index of the token in its row."""
 
@@ -35,7 +35,7 @@ class LogprobDifference(NamedTuple):
 class BatchDiagnostics:
     """Collects the numbers of one step.
 
-    `bound` is the largest difference allowed between sampler and trainer about one token; None allows any.
+    `bound` is the largest allowed difference of a token's log-probabilities; None allows any.
     Tokens sampled by policy `version` differ from the trainer by arithmetic only.
     """
 

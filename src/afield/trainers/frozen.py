@@ -1,6 +1,6 @@
-"""Frozen trainer: the checks and metrics of a step, without changing weights.
+"""Frozen trainer: checks and metrics of a step, without weight updates.
 
-The control of an experiment: rewards that rise under it rise for another reason than training.
+Serves as the control of an experiment: a reward that rises under it does not rise because of training.
 """
 
 from __future__ import annotations

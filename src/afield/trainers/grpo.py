@@ -55,7 +55,7 @@ from afield.types import Group
 log = logging.getLogger("afield.trainers")
 
 MAX_SKIPPED = 3
-"""Updates in a row without a finite gradient that end a run."""
+"""Consecutive updates without a finite gradient that end a run."""
 MAX_TIMES_CONTROL = 3.0
 """Sampler-trainer difference, as a multiple of the control, above which a warning is logged."""
 MIN_CONTROL = 1e-4
@@ -72,10 +72,13 @@ class GRPO:
     """Trains a Hugging Face causal language model from its directory.
 
     A step makes `epochs * minibatches` updates; with more than one, the policy is scored once before the
-    first. A step without any gradient leaves weights and optimizer state unchanged. `length` is the divisor
-    of aggregate "constant"; `rewards` are the weights of named rewards; credit "turns" gives each turn its
-    discounted return; `thinking` is how reasoning was rendered while sampling, saved with checkpoints.
-    `docs/how-to/embedded-trainer.md` explains each setting.
+    first. A step without any gradient leaves weights and optimizer state unchanged. Settings are explained in
+    `docs/how-to/embedded-trainer.md`; some that their names do not explain:
+
+    - `length`: divisor of aggregate "constant".
+    - `rewards`: weights of named rewards.
+    - `credit`: "turns" gives each turn its discounted return.
+    - `thinking`: how reasoning was rendered while sampling; saved with checkpoints.
     """
 
     model_class = PolicyModel
@@ -176,11 +179,11 @@ class GRPO:
         self.max_logprob_diff = max_logprob_diff
         self.steps = 0
         self.skipped = 0
-        """Updates in a row without a finite gradient."""
+        """Consecutive updates without a finite gradient."""
         self.version: int | None = None
-        """Version of the weights that were published last."""
+        """Version of the weights that were published last; None before."""
         self.engine_dtype: str | None = None
-        """Dtype that they were published in."""
+        """Dtype in which they were published; None before."""
         self.control_logprob_diff: float | None = None
         """Sampler-trainer difference that the engine's dtype explains, measured in the first step."""
         self._warned = False
@@ -220,7 +223,7 @@ class GRPO:
         if self.control_logprob_diff is None and self.engine_dtype:
             self.control_logprob_diff = self._measure_control(rows or owning)
         proximal = self.optimizer.score(rows, diagnostics) if self.minibatches * self.epochs > 1 else None
-        if not rows:  # nothing to train, but sampler and trainer are compared all the same
+        if not rows:  # nothing to train; sampler and trainer are still compared
             self.optimizer.score(owning, diagnostics)
         diagnostics.check_bound()
         for rollouts in self._minibatches(batch.rollout_ids):
@@ -270,7 +273,7 @@ class GRPO:
         proximal: Scores | None,
         diagnostics: BatchDiagnostics,
     ) -> None:
-        """One optimizer step from the rows of these rollouts."""
+        """Make one optimizer step from the rows of these rollouts."""
         rows = [row for row in rows if row.rollout_id in rollouts]
         if not rows:
             return

@@ -1,7 +1,7 @@
 """Chunked token log-probabilities from hidden states, with their gradient.
 
-All logits at once are the largest tensor of a step: tokens times vocabulary. Here they exist for one chunk
-of tokens and are reduced in float32; the backward pass recomputes them, unless they are few.
+Logits of all tokens would be the largest tensor of a step. They are computed for one chunk of tokens at a
+time and reduced in float32; the backward pass recomputes them, unless they are few.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from afield.bitmasks import restrict
 
 CHUNK_BYTES = 1 << 30
-"""Size of a chunk's float32 logits; a few times as much is in use."""
+"""Size of a chunk's float32 logits, in bytes; peak memory is a few times as much."""
 KEPT_SHARE = 32
 """Logits that take less than this fraction (1/32) of the memory are kept for the backward pass."""
 LINEAR_TOLERANCE = 1e-4
-"""Relative difference up to which logits are the output layer's product, in float32."""
+"""Relative difference up to which logits count as the output layer's product, in float32."""
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -176,7 +176,7 @@ def _is_linear(model: Any) -> bool:
     logits = model(input_ids=ids, use_cache=False).logits
     output = model.get_decoder()(input_ids=ids, use_cache=False)
     hidden = getattr(output, "last_hidden_state", None)
-    if hidden is None:  # its decoder is the whole model
+    if hidden is None:  # get_decoder() returned the whole model
         return False
     off = (head(hidden) - logits).abs().max() / logits.abs().max().clamp(min=1e-6)
     return bool(off <= (LINEAR_TOLERANCE if logits.dtype == torch.float32 else 100 * LINEAR_TOLERANCE))

@@ -101,11 +101,13 @@ class AdaptedWeight(NamedTuple):
     name: str
     """Name in the checkpoint."""
     weight: Tensor
+    """Frozen weight of the base layer."""
     down: Tensor
     """Adapter matrix A."""
     up: Tensor
     """Adapter matrix B."""
     scale: float
+    """Factor of the product B @ A."""
     transposed: bool
     """Whether the weight is stored as [in, out]."""
 

@@ -1,9 +1,11 @@
-"""Policy losses: PPO clip, CISPO, GSPO and Dr. GRPO; importance weights, KL, entropy, aggregation.
+"""Policy losses: PPO, CISPO, GSPO, Dr. GRPO; importance weights, KL, entropy.
 
-Pure functions of vectors with one entry per sampled token, row after row. Three policies meet here: the one
-that sampled, the one that the step began with (proximal), and the one in training. Losses clip the ratio of
-the last two; the ratio of the first two is a constant importance weight. A sequence is a row: where a loss or
-a correction works on sequences, a rollout of several rows has several.
+Pure functions of vectors with one entry per sampled token, row after row.
+
+1. Three policies: the sampler, the proximal policy that the step began with, and the policy in training.
+2. Losses clip the ratio of the policy in training to the proximal one; the ratio of the proximal policy to
+   the sampler is a constant importance weight.
+3. A sequence is a row: for losses and corrections over sequences, a rollout of several rows has several.
 
 To add a loss: write a function of `LossInputs` and `Objective`, and add a line to `LOSSES`.
 """
@@ -25,7 +27,7 @@ Importance = Literal["token", "sequence", "masked", "off"]
 KLEstimator = Literal["k1", "k2", "k3"]
 
 DUAL_CLIP = 3.0
-"""Bound on the ratio of a token with a negative advantage (dual clip); for "ppo" and "dr_grpo"."""
+"""Bound on the ratio of a token with a negative advantage (dual clip), for "ppo" and "dr_grpo"."""
 MAX_LOG_RATIO, MAX_K3 = 20.0, 10.0
 """Bounds of the k3 estimator: on the log-ratio before it is exponentiated, and on the estimate itself."""
 
@@ -40,6 +42,7 @@ class LossInputs(NamedTuple):
     sampler: Tensor
     """Log-probability that the sampler recorded."""
     advantage: Tensor
+    """Advantage of the token's turn."""
     weight: Tensor
     """Weight of the token in the sum; see `token_weights`."""
     row: Tensor
@@ -52,14 +55,19 @@ class Objective(NamedTuple):
     """A loss and its settings."""
 
     loss: LossName = "ppo"
+    """Name in `LOSSES`."""
     clip: tuple[float, float] | None = None
     """Bounds (low, high) of the ratio: 1 - low and 1 + high; None is the loss's default."""
     dual_clip: float = DUAL_CLIP
+    """Bound on the ratio of tokens with a negative advantage; see `DUAL_CLIP`."""
     importance: Importance = "token"
+    """Importance correction; see `importance_weights`."""
     importance_cap: float = 2.0
+    """Largest importance weight."""
     kl: float = 0.0
     """Coefficient of the KL penalty; 0 is off."""
     kl_estimator: KLEstimator = "k3"
+    """Estimator of the KL penalty; see `kl_estimate`."""
     entropy: float = 0.0
     """Coefficient of the entropy bonus; 0 is off."""
 
@@ -86,11 +94,14 @@ class LossOutputs(NamedTuple):
 
 
 class TokenLoss(NamedTuple):
-    """A policy loss before importance weights: loss, ratio and whether it was clipped, per token."""
+    """Policy loss per token, before importance weights."""
 
     loss: Tensor
+    """Loss, with its gradient."""
     ratio: Tensor
+    """Ratio to the proximal policy, of the token or its sequence."""
     clipped: Tensor
+    """Whether the clip removed the gradient or bounded its weight."""
 
 
 def check_choice(value: str, choices: Any, name: str) -> None:
@@ -135,7 +146,7 @@ def ppo(inputs: LossInputs, objective: Objective) -> TokenLoss:
 
 
 def gspo(inputs: LossInputs, objective: Objective) -> TokenLoss:
-    """PPO's clip on the ratio of a whole sequence, its geometric mean; the gradient is spread over tokens."""
+    """PPO's clip on the ratio of a sequence, the geometric mean over its tokens, which share the gradient."""
     log_ratio = row_mean((inputs.logp - inputs.proximal).detach(), inputs.row)[inputs.row]
     ratio = torch.exp(inputs.logp - inputs.logp.detach() + log_ratio)
     return _clipped(ratio, inputs.advantage, objective.bounds)
@@ -159,17 +170,20 @@ class PolicyLoss(NamedTuple):
     """A registered loss with its default clip and aggregation."""
 
     function: Callable[[LossInputs, Objective], TokenLoss]
+    """Function that computes the loss of each token."""
     clip: tuple[float, float]
+    """Default bounds (low, high) of the ratio: 1 - low and 1 + high."""
     aggregate: Aggregate = "rollout"
+    """Default aggregation; see `token_weights`."""
 
 
 LOSSES: dict[LossName, PolicyLoss] = {
     "ppo": PolicyLoss(ppo, clip=(0.2, 0.28)),
-    # PPO's loss with another aggregation, and advantages that are not divided by a deviation.
+    # PPO's loss with another aggregation; advantages are not divided by their standard deviation.
     "dr_grpo": PolicyLoss(ppo, clip=(0.2, 0.28), aggregate="constant"),
     # Bounded from above only: a ratio is never below 0.
     "cispo": PolicyLoss(cispo, clip=(1.0, 4.0)),
-    # The ratio of a sequence is a mean, and so much nearer to 1.
+    # A sequence's ratio is a mean over tokens, so it is much closer to 1.
     "gspo": PolicyLoss(gspo, clip=(3e-4, 4e-4)),
 }
 DEFAULT_CLIP = {name: loss.clip for name, loss in LOSSES.items()}
@@ -181,7 +195,7 @@ DEFAULT_CLIP = {name: loss.clip for name, loss in LOSSES.items()}
 def importance_weights(
     log_ratio: Tensor, row: Tensor, importance: Importance, cap: float
 ) -> tuple[Tensor, Tensor]:
-    """Weights that correct for the policy that sampled, and where they were truncated.
+    """Importance weights that correct for the sampler's policy, and whether each was truncated.
 
     `log_ratio` is proximal minus sampler. "token" truncates each token's ratio at `cap`, "sequence" the
     product over a row, "masked" drops tokens whose ratio is above `cap` or below its inverse.

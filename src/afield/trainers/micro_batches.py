@@ -29,6 +29,7 @@ from afield.vision import ImageFeatures, PixelInputs, Vision, concat_features
 
 LayoutName = Literal["tree", "padded"]
 MAX_DECODED_IMAGES = 512
+"""Decoded images that an `ImageReader` caches."""
 
 
 class MaskedTokens(NamedTuple):
@@ -44,25 +45,29 @@ class MicroBatch(NamedTuple):
     """Rows of one forward pass. Tensors have one entry per sampled token."""
 
     rows: list[Row]
+    """Rows of the batch."""
     layout: Padded | TokenTree
+    """Inputs of the model: padded rows or a token tree."""
     computed: int
     """Number of tokens that the model computes."""
     source: Tensor
     """Index of the computed token whose hidden state predicts the sampled token."""
     row: Tensor
-    """Index of the row."""
+    """Index of the row in `rows`."""
     place: Tensor
     """Index of the token in its row."""
     target: Tensor
     """Token id."""
     temperature: Tensor
+    """Sampling temperature."""
     sampler: Tensor
     """Log-probability that the sampler recorded."""
     advantage: Tensor
+    """Advantage of the token's turn."""
     weight: Tensor
     """Weights of a rollout's tokens add up to 1."""
     masked: MaskedTokens | None = None
-    """Tokens that were sampled under a constraint."""
+    """Tokens that were sampled under a constraint; None without any."""
 
 
 def split_micro_batches(
@@ -207,7 +212,7 @@ def token_logprobs(model: Any, batch: MicroBatch) -> Tensor:
 
 
 def _logprobs_of_hidden(hidden: Tensor, head: Any, batch: MicroBatch) -> Tensor:
-    """Masked tokens are computed apart, so that the others do not pay for masks."""
+    """Log-probabilities from hidden states. Masked tokens are computed separately: masks cost time."""
     weight, bias = head.weight, head.bias
     if batch.masked is None:
         return chunked_logprobs(hidden, weight, bias, batch.target, batch.temperature)
@@ -231,7 +236,9 @@ class BatchImages(NamedTuple):
     """Distinct images of a padded micro-batch, and where their features go."""
 
     vision: Vision
+    """Vision part of the model."""
     pictures: list[PixelInputs]
+    """Distinct images, as inputs of the vision part."""
     source: Tensor
     """Index among all images' features, per image token."""
     rows: Tensor
@@ -247,11 +254,12 @@ class BatchImages(NamedTuple):
 
 
 class Padded(NamedTuple):
-    """Rows padded on the right, where a causal model does not look, so that no mask is needed."""
+    """Rows padded on the right; causal attention ignores the padding, so no mask is needed."""
 
     ids: Tensor
     """Token ids, [rows, width]."""
     images: BatchImages | None = None
+    """Images of the rows; None without any."""
 
     def hidden(self, model: Any) -> Tensor:
         images = self.images

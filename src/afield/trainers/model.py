@@ -1,9 +1,9 @@
-"""The policy in training: a Hugging Face causal language model from its directory.
+"""Policy model in training: a Hugging Face causal language model.
 
 All weights train, or LoRA adapters do while the rest stays frozen. Trained weights are float32; with dtype
 bfloat16 the arithmetic is bfloat16 (`autocast`). The reference policy of a KL penalty is the model without
-its adapters, or a second copy. There is no dropout: log-probabilities have to be those of the sampler, so a
-model that computes differently in training is refused.
+its adapters, or a second copy. Dropout is off, since log-probabilities have to match the
+sampler's; a model that is not deterministic is refused.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class PolicyModel:
     """
 
     reference_model: Any = None
+    """Second copy of the model as the reference policy; None with LoRA or without a KL penalty."""
     _computing: torch.dtype | None = None
+    """Dtype of `computing`; None outside of it."""
 
     def __init__(
         self,
@@ -119,7 +121,7 @@ class PolicyModel:
         return model.to(self.device)
 
     def _load_vision(self) -> tuple[ImageReader | None, str]:
-        """The reader of images, or the reason why the model takes none."""
+        """Image reader of the model, or the reason why it takes no images."""
         try:
             vision = Vision.load(self.path)
         except UsageError as error:
@@ -142,7 +144,7 @@ class PolicyModel:
 
     @contextmanager
     def reference(self) -> Iterator[Any]:
-        """The model as it was loaded."""
+        """Yield the reference policy: the model without adapters, or the second copy."""
         if self.lora:
             with adapters.adapters_disabled(self.model):
                 yield self.model
@@ -253,7 +255,7 @@ class PolicyModel:
                 yield update
 
     def _rounded_weights(self, rounding: Rounding) -> dict[str, Tensor]:
-        """Inside `published`: the rounded tensors. Buffers stay as they are."""
+        """Rounded tensors, inside `published`. Buffers stay as they are."""
         dtype, tensors = torch_dtype(rounding.dtype), self.model.state_dict()
         weights = names_of(self.model).keys()
         if self.lora:

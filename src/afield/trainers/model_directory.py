@@ -50,7 +50,7 @@ def load_model(path: Path, device: Any, dtype: Literal["float32", "bfloat16"] = 
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
         raise UsageError(f"{path} lacks the tensor {missing[0]!r}; save the whole model there")
-    # No dropout: the rescored log-probabilities have to be the sampler's.
+    # No dropout: rescored log-probabilities have to match the sampler's.
     return model.to(device).eval()
 
 
@@ -59,8 +59,8 @@ def copy_but_weights(source: Path, target: Path) -> None:
 
 
 def write_weights(model: Any, directory: Path, state: Mapping[str, Any]) -> None:
-    """All of `state` in one file. Tied embeddings are written untied, since engines that reload weights in
-    place may update only one of the two."""
+    """Write all of `state` to one file. Tied embeddings are written untied, since engines that reload weights
+    in place may update only one of the two."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -79,14 +79,14 @@ def write_weights(model: Any, directory: Path, state: Mapping[str, Any]) -> None
 
 @contextmanager
 def replaced(directory: Path) -> Iterator[Path]:
-    """A fresh directory that takes the place of `directory` when the block, which only writes, ends well."""
+    """Yield a new directory that replaces `directory` when the block ends without an error."""
     directory = Path(directory)
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"{directory} is a file; name a directory, or move the file away")
     try:
         with _replaced(directory) as fresh:
             yield fresh
-    except (OSError, RuntimeError) as error:  # the second is what torch makes of a disk that is full
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a full disk
         raise Unavailable(f"{directory} cannot be written: {error}; is there room on the disk?") from error
 
 

@@ -72,7 +72,7 @@ class Optimizer:
 
     def micro_batches(self, rows: Sequence[Row]) -> list[MicroBatch]:
         if self.policy.device.type == "cpu" and self.policy.model.num_parameters() < SMALL_MODEL:
-            torch.set_num_threads(1)  # a small model's work is less than what sharing it out costs
+            torch.set_num_threads(1)  # for a small model, threads cost more than they save
         policy = self.policy
         return split_micro_batches(
             rows,
@@ -166,7 +166,7 @@ class Optimizer:
         return norm
 
     def step(self, lr: float | None = None) -> None:
-        """One AdamW step; the gradient must be finite and clipped."""
+        """Make an AdamW step; the gradient must be finite and clipped."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.hyperparameters["lr"] if lr is None else lr
         self.optimizer.step()

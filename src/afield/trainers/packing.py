@@ -1,4 +1,4 @@
-"""Packs token sequences into a prefix tree, in which shared prefixes stand once.
+"""Packs token sequences into a prefix tree with shared prefixes stored once.
 
 Sequences share prefixes whatever their origin: a group's prompt, the history of a branch, instructions of
 sub-agents. Tokens are in depth-first order, so the descendants of a token follow it directly: token `q`
@@ -18,7 +18,9 @@ class Segment(NamedTuple):
     """Tokens that one sequence adds to the tree."""
 
     start: int
+    """Index of its first token."""
     end: int
+    """Index behind its last token."""
     path: tuple[tuple[int, int], ...]
     """Token ranges of its ancestors, from the root."""
 
@@ -27,16 +29,19 @@ class PackedTokens(NamedTuple):
     """A packed prefix tree, with one entry per token in `ids`, `depth` and `end`."""
 
     ids: list[int]
+    """Token ids, in depth-first order."""
     depth: list[int]
     """Position of the token in its sequence."""
     end: list[int]
     """First index behind the token's descendants."""
     segments: list[Segment]
+    """Tokens that each sequence adds; sequences that add none have no segment."""
     paths: list[list[int]]
-    """Token indices of each sequence."""
+    """Token indices of each sequence, in the order of the input."""
 
 
 def pack(sequences: Sequence[Ids]) -> PackedTokens:
+    """Pack sequences into one tree."""
     ids: list[int] = []
     depth: list[int] = []
     end: list[int] = []
@@ -63,9 +68,9 @@ def pack(sequences: Sequence[Ids]) -> PackedTokens:
 
 
 def split(sequences: Sequence[Ids], max_tokens: int) -> list[list[int]]:
-    """Which sequences to pack together so that no tree has more than `max_tokens`, unless one sequence has.
+    """Indices of the sequences of each tree. Trees have at most `max_tokens`, unless one sequence has more.
 
-    The fewest trees, then the fewest tokens computed twice, then the most even sizes.
+    Minimises the number of trees, then the tokens computed twice, then the differences in size.
     """
     ordered = _sorted(sequences)
     whole = [len(sequence) for _, sequence in ordered]
@@ -97,7 +102,7 @@ def split(sequences: Sequence[Ids], max_tokens: int) -> list[list[int]]:
 
 
 def _sorted(sequences: Sequence[Ids]) -> list[tuple[int, tuple[int, ...]]]:
-    """Sorted by tokens: depth-first order."""
+    """Sequences with their indices, sorted by tokens: the depth-first order of the tree."""
     return sorted(enumerate(map(tuple, sequences)), key=lambda item: item[1])
 
 

@@ -1,9 +1,9 @@
 """Prefix attention: tree attention by dense kernels over shared prefixes.
 
-Everything behind a prefix that all trajectories of a tree share attends to all of it: one dense block. What
-is left are short sequences in a batch, each with causal attention. The two results are merged by their
-softmax normalisers, exactly. The backward pass of each part uses the normaliser and the result of the
-whole, so that gradients only have to be added.
+1. All tokens after a prefix that a tree's trajectories share attend to the whole prefix: one dense block.
+2. The remaining short sequences form batches with causal attention.
+3. Both results are merged exactly by their softmax normalisers. The backward pass of each part uses the
+   merged normaliser and result, so that gradients are added.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ ops = torch.ops.aten
 
 
 class PrefixBlock(NamedTuple):
-    """Tokens [middle, end) all see all of [start, middle)."""
+    """Shared prefix [start, middle), to which all tokens of [middle, end) attend."""
 
     start: int
+    """First token of the prefix."""
     middle: int
+    """Index behind the prefix, where its descendants start."""
     end: int
+    """Index behind the last descendant."""
 
     @property
     def pairs(self) -> int:
@@ -41,7 +44,9 @@ class SequenceBundle(NamedTuple):
     """Sequences of similar length as one padded batch."""
 
     rows: int
+    """Number of sequences."""
     width: int
+    """Length of the longest sequence, in tokens."""
     place: Tensor
     """Token index at each position of the batch."""
     fresh: Tensor
@@ -49,14 +54,14 @@ class SequenceBundle(NamedTuple):
     tokens: Tensor
     """Token indices of those positions."""
     first: int | None
-    """First token, where the batch is just consecutive tokens; else None."""
+    """First token if the batch is consecutive tokens; otherwise None."""
 
     @property
     def pairs(self) -> int:
         return self.rows * self.width * (self.width + 1) // 2
 
     def lay(self, tensor: Tensor) -> Tensor:
-        """[tokens, ...] to [rows, width, ...]."""
+        """Gather [tokens, ...] into [rows, width, ...]."""
         if self.first is not None:
             taken = tensor[self.first : self.first + self.rows * self.width]
         else:
@@ -64,7 +69,7 @@ class SequenceBundle(NamedTuple):
         return taken.reshape(self.rows, self.width, *tensor.shape[1:])
 
     def lay_fresh(self, tensor: Tensor) -> Tensor:
-        """The same, with 0 at positions that do not hold a token's own result."""
+        """Gather as `lay`, with 0 at positions that do not hold a token's own result."""
         if self.first is not None:
             return self.lay(tensor)
         laid = tensor.new_zeros(self.rows * self.width, *tensor.shape[1:])
@@ -90,7 +95,9 @@ class AttentionPlan(NamedTuple):
     """Dense kernel calls that make up the attention over a tree."""
 
     bundles: list[SequenceBundle]
+    """Batches of sequences, with causal attention."""
     blocks: list[PrefixBlock]
+    """Shared prefixes, each attended to by all its descendants."""
 
     @property
     def pairs(self) -> int:
@@ -110,7 +117,7 @@ def plan_attention(
 
 
 def split_prefixes(segments: Sequence[Segment], min_prefix: int) -> tuple[list[PrefixBlock], list[Segment]]:
-    """Shared prefixes, and the segments without them. A tree's first segment is its trunk."""
+    """Separate shared prefixes from segments. A tree starts with the segment whose prefix others share."""
     blocks: list[PrefixBlock] = []
     rest: list[Segment] = []
     trunks = [number for number, segment in enumerate(segments) if not segment.path]
@@ -242,6 +249,8 @@ def _compiled_merge(device: str) -> Any:
 
 
 class CudnnKernel:
+    """cuDNN attention kernel."""
+
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         result = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
@@ -258,7 +267,7 @@ class CudnnKernel:
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        none = torch.zeros((), dtype=torch.long, device=q.device)  # in place of dropout's random state
+        none = torch.zeros((), dtype=torch.long, device=q.device)  # placeholder for dropout's random state
         return ops._scaled_dot_product_cudnn_attention_backward(
             gradient,
             q,
@@ -280,7 +289,7 @@ class CudnnKernel:
 
 
 class CpuKernel:
-    """The same on a CPU, for tests."""
+    """CPU implementation of the kernel, for tests."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -313,11 +322,14 @@ def kernel(device: str) -> type[CudnnKernel] | type[CpuKernel]:
 
 
 class Heads(NamedTuple):
-    """Number of query and key heads, and their size."""
+    """Shape of attention heads."""
 
     queries: int
+    """Number of query heads."""
     keys: int
+    """Number of key and value heads."""
     size: int
+    """Size of a head."""
 
 
 @cache

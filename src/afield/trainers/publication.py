@@ -1,8 +1,9 @@
-"""Published weights: float32 masters rounded to the engine's dtype, and how much of the update arrived.
+"""Published weights: float32 masters rounded to the engine's dtype.
 
-1. `as_published` replaces the masters by the rounded values inside a block; what is computed or written there
-   is the published version. Masters are restored bit for bit.
-2. The update is the difference to the checkpoint that training started from (`Checkpoint`).
+1. `as_published` replaces the masters by the rounded values inside a block, so that the block computes with
+   and writes the published version. Masters are restored bit for bit.
+2. `PublishedUpdate` measures how much of the update survives rounding; the update is the difference to the
+   checkpoint that training started from (`Checkpoint`).
 3. Shards are rounded where they are, by the index of their elements in the whole tensor.
 """
 
@@ -27,13 +28,14 @@ log = logging.getLogger("afield.trainers")
 MIN_UPDATE_KEPT = 0.9
 """Share of an update that must reach the engine; less is logged as a warning."""
 FREE_GPU_BYTES = 2 << 30
-"""GPU memory that stays free beside tensors set aside there."""
+"""GPU memory that `set_aside` leaves free, in bytes."""
 
 
 class TensorShard(NamedTuple):
     """The part of a tensor that is in this process."""
 
     tensor: Tensor
+    """Elements of the shard."""
     first: int = 0
     """Index of its first element in the whole tensor."""
     counted: bool = True

@@ -34,18 +34,23 @@ class SampledReply(Struct, frozen=True, kw_only=True):
     """A reply that an engine sampled, and the conversation before it."""
 
     id: str
+    """Id of the engine request, and rollout id of the row: `reply-N`."""
     prompt_ids: tuple[int, ...]
     """All ids before the reply, those of earlier replies included."""
     token_ids: tuple[int, ...]
+    """Sampled token ids."""
     logprobs: tuple[float, ...]
+    """Log-probability of each sampled token, from the engine."""
     versions: tuple[VersionSpan, ...]
     """Version spans, counted from the first sampled token."""
     finish: FinishReason
+    """Reason why sampling ended."""
     sampling: Sampling
+    """Sampling parameters of the request."""
     message: Message
     """The reply, parsed."""
     previous: SampledReply | None = None
-    """The reply that the prompt continues."""
+    """Reply that the prompt continues; None at the start of a conversation."""
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -106,7 +111,7 @@ class EngineSampler:
     def __init__(self, path: Path, engine: Engine) -> None:
         self.path = path
         self.calls = 0
-        """Number of replies sampled, from which ids are made."""
+        """Number of sampled replies; ids are numbered by it."""
         self.version = 0
         """Version of the weights that the engine serves."""
         self.dtype = ""
@@ -165,7 +170,7 @@ class EngineSampler:
         sampling: Sampling,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[SampledReply]:
-        """One reply per prompt; a prompt with a reply continues its conversation."""
+        """Sample a reply per prompt; a prompt with a reply continues its conversation."""
         parsed = [_tool(tool) for tool in tools]
         requests = [
             (f"reply-{number}", self._ids(prompt, parsed, after), after)
@@ -207,7 +212,7 @@ class EngineSampler:
                     group.create_task(self._reply(*request, sampling, tools, context)) for request in requests
                 ]
         except ExceptionGroup as broken:
-            first = broken.exceptions[0]  # cancelled the others
+            first = broken.exceptions[0]  # the first failure cancels the other requests
             if type(first) is ValueError:  # a request that the engine cannot serve
                 raise UsageError(str(first)) from first
             raise first from None

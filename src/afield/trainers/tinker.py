@@ -70,7 +70,9 @@ class LossReport(Struct, frozen=True):
     """Loss and metrics of one `forward_backward`."""
 
     loss: float
+    """Loss over the rows."""
     metrics: dict[str, float] = field(default_factory=dict)
+    """Diagnostics of the call; see `afield.trainers.diagnostics`."""
 
 
 class Tuner:
@@ -122,7 +124,7 @@ class Tuner:
         self.published: dict[str, float] = {}
         """Metrics of the last weights that the engine got; see `afield.interfaces.trainer.Publisher`."""
         self._seed = seed
-        self._changed = False  # weights differ from those of the engine
+        self._changed = False  # whether the weights differ from the engine's
 
     def start(self) -> Self:
         """Start the engine."""
@@ -150,8 +152,9 @@ class Tuner:
         tools: Sequence[Mapping[str, Any]] = (),
         after: SampledReply | None = None,
     ) -> list[SampledReply]:
-        """`n` replies to a prompt: ids, messages, or the text of a user message. With `after`, the prompt
-        continues that reply's conversation, whose ids stay as they were sampled.
+        """Sample `n` replies to a prompt: ids, messages, or the text of a user message.
+
+        With `after`, the prompt continues that reply's conversation, whose ids stay as they were sampled.
         """
         if n < 1:
             raise UsageError(f"n = {n} must be at least 1")
@@ -164,7 +167,7 @@ class Tuner:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[SampledReply]:
-        """One reply per prompt, concurrently; a prompt with a reply continues its conversation."""
+        """Sample a reply per prompt, concurrently; a prompt with a reply continues its conversation."""
         if self._changed:
             with tempfile.TemporaryDirectory(prefix="afield-tuner-") as scratch:
                 rounding = make_rounding(self.sampler.dtype or "float32", self._seed, self.version)

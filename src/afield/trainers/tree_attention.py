@@ -82,7 +82,7 @@ class CheckpointedAttention:
 
 
 class TokenTree:
-    """A packed prefix tree on a device. Tokens that fill the last block are trees of their own."""
+    """A packed prefix tree on a device. Padding of the last block is a separate tree."""
 
     def __init__(self, packed: PackedTokens, device: torch.device, kernel: Kernel | None = None) -> None:
         count = len(packed.ids)
@@ -174,7 +174,7 @@ class TreePass:
 
 
 def uses_checkpointing(model: Any) -> bool:
-    """Whether its layers use gradient checkpointing, which does not need the model in training mode."""
+    """Whether layers of a model use gradient checkpointing, which does not need training mode."""
     layers = (layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer))
     return any(layer.training and layer.gradient_checkpointing for layer in layers)
 

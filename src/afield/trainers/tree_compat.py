@@ -1,4 +1,4 @@
-"""Checks whether a model computes the same over a token tree, or padded, as over rows.
+"""Checks whether a model supports token trees and padded rows.
 
 Some architectures ignore the attention implementation, or do more in it than a tree allows (windows, soft
 caps, recurrent state). A few branching sequences are run as rows with the model's own attention and as a
@@ -18,7 +18,7 @@ from afield.trainers.packing import pack
 from afield.trainers.tree_attention import TokenTree, install_tree_attention
 from afield.types import Failure, FailureKind, Reason
 
-# A stem that three sequences share, one of them to its end, and one that shares nothing.
+# Three sequences share a prefix, one of them is the prefix itself; the fourth shares nothing.
 BRANCHES = ((0, 1, 2, 3), (0, 1, 2, 3, 4, 5, 6), (0, 1, 2, 3, 7, 8), (9, 10, 11, 12, 13))
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Relative error of all logits up to which they are equal."""
@@ -37,7 +37,7 @@ def tree_incompatibility(model: Any) -> str:
 
 
 def _distance(model: Any, rows: list[list[int]]) -> float | str:
-    """Relative error of all logits, or another reason why a tree cannot be used."""
+    """Relative error of all logits, or the reason why a tree cannot be used."""
     problems: list[Failure] = []
     with boundary(FailureKind.INFRASTRUCTURE, Reason.LAUNCH, problems.append), torch.enable_grad():
         alone = [_row(model, row) for row in rows]

@@ -1,4 +1,4 @@
-"""One process of the FSDP trainer: `python -m afield.trainers.fsdp.rank FD`.
+"""FSDP rank: process of the FSDP trainer, `python -m afield.trainers.fsdp.rank FD`.
 
 Every rank holds a shard of each weight and of its optimizer state, and runs the whole model over its part of
 the rows; gradients are summed. All ranks see all groups and draw the same minibatches, so that they check,
@@ -150,7 +150,7 @@ def split_rows(rows: Sequence[Row], ranks: int) -> list[list[Row]]:
 
 
 class LocalDiagnostics(BatchDiagnostics):
-    """Diagnostics of one rank; its errors are kept until all ranks know, so that they raise together."""
+    """Diagnostics of one rank; errors are kept and raised by all ranks together."""
 
     def __init__(self, version: int | None = None) -> None:
         super().__init__(version=version)
@@ -175,10 +175,15 @@ class RankDiagnostics(NamedTuple):
     """Diagnostics of one rank, to be gathered."""
 
     tokens: dict[str, Tensor]
+    """Per-token values, by name."""
     tiers: dict[str, Tensor]
+    """Log-probability differences of tokens, by rendering tier."""
     counts: dict[str, int]
+    """Counts, by name."""
     worst: LogprobDifference
+    """Largest log-probability difference."""
     problem: str
+    """First error message; empty without an error."""
 
 
 def merge(parts: Sequence[RankDiagnostics], diagnostics: BatchDiagnostics) -> None:
@@ -204,7 +209,9 @@ class ShardedOptimizer(Optimizer):
     """An optimizer whose rows are split over the ranks."""
 
     policy: ShardedPolicy
-    _behind = 0  # micro-batches that another rank has and this one has not
+    """Sharded policy of this rank."""
+    _behind = 0
+    """Micro-batches that the busiest rank has more than this one."""
 
     def micro_batches(self, rows: Sequence[Row]) -> list[MicroBatch]:
         batches = super().micro_batches(rows)
@@ -242,8 +249,8 @@ class ShardedOptimizer(Optimizer):
         return split_rows(rows, dist.get_world_size())[dist.get_rank()]
 
     def _run_missing_batches(self, rows: Sequence[Row], *, backward: bool, reference: bool = False) -> None:
-        """Every rank takes part in every pass, since each holds a shard of all weights: a rank without rows
-        left runs the shortest row with weight 0."""
+        """Run the shortest row with weight 0 while other ranks have micro-batches left: every rank takes part
+        in every pass, since each holds a shard of all weights."""
         owning = [row for row in rows if row.owned]
         shortest = min(owning, key=lambda row: len(row.trajectory.token_ids), default=None)
         if shortest is None:

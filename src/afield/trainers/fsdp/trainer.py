@@ -24,7 +24,7 @@ from afield.interfaces.trainer import StepReport
 from afield.types import Group
 
 SAME_ERROR_TIMEOUT_S = 30.0
-"""Time within which all ranks raise an error that they raise alike."""
+"""Time within which all ranks raise the same error, in seconds."""
 EXIT_TIMEOUT_S = 10.0
 Method = Literal["step", "export", "publish_as", "save", "restore"]
 
@@ -35,28 +35,39 @@ class RankReply(NamedTuple):
     kind: Literal["done", "refused", "broken"]
     """`refused` leaves the rank as it was; after `broken` it exits."""
     result: Any = None
+    """Return value, if `done`."""
     error: AfieldError | None = None
+    """Error to raise, if `refused`."""
     message: str = ""
-    """Why the rank is broken."""
+    """Reason, if `broken`."""
 
 
 class RankConfig(NamedTuple):
     """First message to a rank."""
 
     rank: int
+    """Number of the rank, from 0."""
     ranks: int
+    """Number of ranks."""
     meeting: str
     """Path of a new file for torch.distributed's file store."""
     device: str
+    """Device of the rank, such as `cuda:0` or `cpu`."""
     model_path: str
+    """Model directory."""
     settings: dict[str, Any]
     """Settings of GRPO."""
 
 
 class RankProcess(NamedTuple):
+    """Running rank."""
+
     number: int
+    """Number of the rank, from 0."""
     process: subprocess.Popen[bytes]
+    """Process of the rank."""
     connection: Connection
+    """Connection for calls and replies."""
 
 
 class FSDPTrainer:
