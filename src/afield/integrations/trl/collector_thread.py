@@ -1,8 +1,8 @@
 """Rollout collection in its own thread: gateway, agent runtimes and group runner.
 
-It is the collecting half of `afield train`, with the same settings. The trainer's thread calls into it and
-waits. An error that ends it, such as a dead gateway, is raised by the next call. Closing ends everything that
-was started, agents first.
+Collects rollouts as `afield train` does, with the same settings. The trainer's thread calls into it and
+waits. An error that ends the collection, such as a dead gateway, is raised by the next call. Closing ends
+everything that was started, agents first.
 """
 
 from __future__ import annotations
@@ -39,20 +39,26 @@ T = TypeVar("T")
 
 
 class Collector(NamedTuple):
-    """The running parts of a collection."""
+    """Components of a running collection."""
 
     gateway: Gateway
+    """Client of the gateway."""
     groups: GroupRunner
+    """Runner of groups."""
     rollout_runner: RolloutRunner
+    """Runner of rollouts."""
     schedule: Schedule
+    """Order of tasks."""
     rollout_config: RolloutConfig
+    """Settings of rollouts."""
     rollout_store: RolloutStore
+    """Store of finished rollouts."""
     base: int
     """Version that the gateway served at the start."""
     engine_dtype: str
     """Dtype in which weights are published."""
     child: GatewayChild | None
-    """The gateway's process, if it was started here."""
+    """Gateway process; None if the gateway was not started here."""
 
 
 class CollectorThread:

@@ -31,7 +31,7 @@ from afield.settings.train import TrainConfig, build
 from afield.settings.values import from_file, merged, with_paths
 from afield.types import Task
 
-TRAINER_ARGUMENTS = {  # setting: the trainer's argument that replaces it
+TRAINER_ARGUMENTS = {
     "rollouts": "num_generations",
     "temperature": "temperature",
     "max_tokens": "max_completion_length",
@@ -40,10 +40,12 @@ TRAINER_ARGUMENTS = {  # setting: the trainer's argument that replaces it
     "epochs": "num_train_epochs",
     "lr": "learning_rate",
 }
-UNUSED_SETTINGS = (  # read by other trainers only
+"""Settings that the trainer's own arguments replace, with the names of these."""
+UNUSED_SETTINGS = (
     *("trainer", "mode", "minibatches", "kl", "grad_clip", "adam_eps", "freeze_weights", "on_stale", "learn"),
     *("tasks_per_step", "val_tasks", "val_every", "val_rollouts", "val_temperature"),
 )
+"""Settings of other trainers, which have no effect here."""
 TaskRows = str | Path | Iterable[Mapping[str, Any]]
 
 

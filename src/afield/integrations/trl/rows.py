@@ -29,11 +29,12 @@ RECENT_GROUPS = 64
 
 
 class RowConfig(Struct, frozen=True, kw_only=True):
-    """How samples are built from groups."""
+    """Settings for building samples from groups."""
 
     temperature: float = 1.0
     """The trainer's sampling temperature, one for all turns."""
     advantage: TrlEstimator = "grpo"
+    """Advantage estimator."""
     weigh: RowWeighting = "rollout"
     """`rollout` gives each rollout the same weight, `token` each token, as TRL does."""
 

@@ -1,10 +1,14 @@
-"""Staleness limits of the TRL worker: how many groups may run ahead (pure).
+"""Staleness limits of the TRL worker: how many groups may run.
 
 TRL refuses a row that it takes more than `staleness` versions after its oldest token was sampled. Between
 two versions it takes `rows` rows, and at the first it takes one `step` more, since it fetches a step ahead.
-So the version at which a row is taken is known in advance: no more groups start than that allows, and a
-group that ends early does not pass an older one that would then be too stale. A trainer without rows left
-always gets another group.
+The version at which a row is taken is therefore known in advance:
+
+1. A group starts only if its rows are taken in time.
+2. A group that ends early does not pass an older one that would then become too stale.
+3. A trainer without rows left always gets another group.
+
+Pure functions.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ class StalenessLimits(Struct, frozen=True, kw_only=True):
     syncs: int = 1
     """Steps from one version to the next."""
     staleness: int
-    """Versions that a row may be old when it is taken."""
+    """Largest age of a row when it is taken, in versions."""
 
     def __post_init__(self) -> None:
         for name, minimum in (("step", 1), ("syncs", 1), ("staleness", 0)):

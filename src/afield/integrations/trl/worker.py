@@ -1,9 +1,9 @@
-"""TRL's `RolloutWorkerProtocol` on afield's collection.
+"""Rollout worker for TRL's asynchronous GRPO trainer (`RolloutWorkerProtocol`).
 
-Groups start in task order as the staleness limits allow, are sampled through the gateway, and go to the
-trainer's buffer row by row, a group at a time. Versions are those that sampled, as the gateway recorded them.
-Rollouts without a reward are left out and counted. `check_health` raises when no group has had a reward for
-long, or when the collection ended.
+1. Starts groups in task order as the staleness limits allow; agents sample through the gateway.
+2. Puts the rows of completed groups into the trainer's buffer, with the versions that the gateway recorded.
+   Rollouts without a reward are left out and counted.
+3. `check_health` raises when too many groups had no reward, or when the collection ended.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ POLL_S = 0.05
 RECENT_GROUPS = 16
 """Groups over which the expected number of rows is averaged."""
 MAX_STEPS_WITHOUT_REWARD = 3
-"""Steps' worth of groups without any reward that end the collection."""
+"""Groups without any reward that end the collection, in optimizer steps."""
 ENDED = "training has ended"
 
 
 class CompletedRows(NamedTuple):
-    """Samples of a completed group, and its rollout ids in the store."""
+    """Samples of a completed group."""
 
     rows: list[Any]
+    """TRL samples."""
     rollout_ids: Sequence[str]
+    """Ids of the rollouts in the rollout store."""
 
 
 class RolloutWorker:
@@ -54,15 +56,16 @@ class RolloutWorker:
         self._limits = limits
         self._row_config = rows
         self._version = 0
-        self._delivered = 0  # rows
-        self._mark = limits.step  # taken when the version changed; the first takes a step more
+        self._delivered = 0  # rows given to TRL
+        # Rows taken when the version changed; TRL takes one step more at the first version.
+        self._mark = limits.step
         self._sizes: deque[int] = deque(
             [collector.config.rollouts], maxlen=RECENT_GROUPS
-        )  # of groups, in rows
+        )  # rows per group, of recent groups
         self._collecting: Future[None] | None = None
         self._heartbeat = time.monotonic()
         self._lengths = MeanLength()
-        self._running: dict[int, int] = {}  # position to the version it was begun at
+        self._running: dict[int, int] = {}  # version at the start of each running group, by position
         self._ready: dict[int, CompletedRows] = {}
         self._specs: dict[int, GroupSpec] = {}
         self._groups_without_reward = 0
@@ -72,7 +75,7 @@ class RolloutWorker:
     # --- called by TRL ---------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start to collect; TRL has sent the weights."""
+        """Start collection. TRL calls this after it sent the weights."""
         collector = self._collector.start()
         self._heartbeat = time.monotonic()
         if self._collecting is None:
@@ -159,7 +162,8 @@ class RolloutWorker:
         self._deliver(collector)
 
     def _deliver(self, collector: Collector) -> None:
-        """Oldest group first; a younger one only if no older one becomes too stale by it."""
+        """Deliver completed groups, oldest first; a younger one only if no older one becomes too stale by
+        it."""
         for position in sorted(self._ready):
             ready = self._ready[position]
             if not self._may_go(position, len(ready.rows)):

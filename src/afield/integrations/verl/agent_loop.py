@@ -4,9 +4,9 @@
     - name: afield
       _target_: afield.integrations.verl.AgentLoop
 
-veRL builds one loop per rollout; they share one client per worker process. A rollout that failed through no
-fault of the policy has no output. A loop does not see its group, so there is no quorum: veRL trains a group
-of one rollout without a baseline. `Manager` has a quorum.
+veRL builds one loop per rollout; loops share one client per worker process. A rollout with a task,
+verifier or infrastructure failure has no output. A loop does not see its group, so there is no quorum: veRL
+trains a group of one rollout without a baseline. `Manager` has a quorum.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""ReMax baselines: the reward of a greedy rollout per group, given to veRL's own estimator.
+"""ReMax baselines for veRL: reward of a greedy rollout per group.
 
-veRL's v1 trainer hands its `remax` estimator no `reward_baselines`. Manager and trainer live in one process:
-the manager keeps each group's baseline here; the estimator that `register` puts into veRL's registry looks
-it up by the group's uid and calls veRL's function with it.
+veRL's v1 trainer passes no `reward_baselines` to its `remax` estimator. Manager and trainer run in one
+process: the manager stores each group's baseline here, and the estimator that `register` adds to veRL's
+registry looks it up by the group's uid and calls veRL's function with it.
 """
 
 from __future__ import annotations

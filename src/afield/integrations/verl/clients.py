@@ -1,9 +1,11 @@
-"""The rollout client of a process, and the gateway that it uses.
+"""Rollout client and gateway connection of a veRL process.
 
-The gateway is the one named by `afield.gateway`, that of the rollout backend `afield`, or one started here
-in front of veRL's own vLLM or SGLang servers. Those servers do not report the version of their weights;
-veRL does, with every batch. Modes in which veRL puts its servers to sleep while agents call them are
-refused.
+The gateway is one of:
+1. the gateway at `afield.gateway`;
+2. the gateway of the rollout backend `afield`;
+3. a gateway started here in front of veRL's own vLLM or SGLang servers. These servers do not report the
+   version of their weights; veRL does, with every batch. Modes in which veRL puts its servers to sleep while
+   agents call them are refused.
 """
 
 from __future__ import annotations
@@ -32,14 +34,16 @@ RAY_TIMEOUT_S = 600.0
 
 
 class GatewayConnection(Struct, frozen=True):
-    """A gateway's address and admin key."""
+    """Address and admin key of a gateway."""
 
     url: str
+    """Address for this job's processes."""
     admin_key: str
+    """Admin key of the gateway."""
     versioned: bool = True
     """Whether the gateway's versions are veRL's steps."""
     actor: Any = None
-    """Ray actor that holds the gateway, if it belongs to this job."""
+    """Ray actor that holds the gateway; None if it does not belong to this job."""
 
     def when_gone(self, call: Callable[[Unavailable], object]) -> None:
         """Call once when the gateway of this job has ended, in a thread of Ray."""

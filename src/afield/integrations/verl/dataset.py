@@ -36,7 +36,7 @@ VERL_COLUMNS = frozenset(
 def rows(
     tasks: Sequence[Task], *, source: str, agent_name: str = "afield", key: str = ""
 ) -> list[dict[str, Any]]:
-    """One row per task, with every column that veRL's own data sets have."""
+    """Dataset rows, one per task, with all columns of veRL's own datasets."""
     return [
         {
             "data_source": source,

@@ -1,8 +1,11 @@
 """Ray actor that holds a job's gateway process and announces its address.
 
-The gateway is a child process whose standard input the actor holds, so that it ends when the actor does,
-also when that is killed. A job has one gateway. Two jobs in one directory are refused. A gateway that does
-not start is an error with its exit status; its log is the actor's. This module does not import veRL.
+1. The gateway is a child process that exits when its standard input closes, that is, when the actor ends or
+   is killed.
+2. A job has one gateway; two jobs in one directory are refused.
+3. A gateway that does not start raises an error with its exit status; its log goes to the actor's log.
+
+This module does not import veRL.
 """
 
 from __future__ import annotations
@@ -29,26 +32,36 @@ from afield.settings.gateway import GatewaySettings
 from afield.settings.trainer import EngineDtype
 
 START_TIMEOUT_S = 600.0
-"""Time to load a large model."""
+"""Time for the gateway to start and load a large model, in seconds."""
 POLL_INTERVAL_S = 0.5
+"""Interval between checks of the gateway process, in seconds."""
 WILDCARD_HOSTS = ("0.0.0.0", "::")
 
 
 class GatewayOptions(Struct, frozen=True):
-    """Options of the gateway process; see `afield gateway --help`. The trainer's first rank, the gateway and
-    its engines must see the same `folder`, through which weights go."""
+    """Options of the gateway process; see `afield gateway --help`."""
 
     folder: str = "verl-afield"
+    """Directory of the store and of published weights; shared by the trainer's first rank, the gateway and
+    its engines."""
     engine: str | list[str] = "torch"
+    """Engine specification, or several; see `afield.factory.engines`."""
     host: str = "127.0.0.1"
+    """Host to listen on."""
     port: int = 0
+    """Port to listen on; 0 picks a free one."""
     public_url: str = ""
+    """Address for agents; empty uses the host and port."""
     outcomes: str = ""
+    """Transport to which outcomes are forwarded; empty forwards none."""
     slots: int = 64
+    """Concurrent calls of the embedded engine."""
     seed: int = 0
+    """Seed of sampling and rounding."""
     engine_dtype: EngineDtype = "auto"
     """Dtype in which engines serve and weights are published; auto asks them."""
     processes: int = 1
+    """Number of gateway processes."""
     gpus: float = 0.0
     """GPUs that Ray assigns to the embedded engine."""
 
@@ -65,6 +78,7 @@ class GatewayInfo(Struct, frozen=True):
     local_url: str
     """Address for the job's own processes."""
     admin_key: str
+    """Admin key of the gateway."""
     model: str
     """Model directory that it started from."""
     weights: str

@@ -57,10 +57,12 @@ class TransferQueue:
 
 
 class GenerateCall(Struct, frozen=True, kw_only=True):
-    """One call of `generate_sequences`."""
+    """Parameters of a `generate_sequences` call."""
 
     step: int
+    """veRL's global step."""
     split: Split
+    """Training or validation."""
     version: int
     """Version of the weights at the time of the call."""
     groups: int
@@ -134,23 +136,24 @@ class PromptGroup:
 
         for future in self._all:
             future.add_done_callback(one_more)
-        if not self._all:  # veRL waits for the end of a prompt without rollouts too
+        if not self._all:  # veRL also waits for prompts without rollouts
             callback(self)
 
 
 class Manager:
+    """Agent loop manager of veRL: starts rollouts for its batches and writes their rows to TransferQueue."""
+
     def __init__(
         self, given: settings.Given, client: RolloutClient, queue: TransferQueue, gateway: GatewayConnection
     ) -> None:
-        """Where the gateway does not report versions, veRL's batches do."""
         self._given = given
         self._client = client
         self._queue = queue
         self._gateway = gateway
         self._rollout_store = RolloutStore(client.rundir.rollout_store)
-        self._writer = ThreadPoolExecutor(1, "afield-verl")  # keeps the order of writes
+        self._writer = ThreadPoolExecutor(1, "afield-verl")  # one thread keeps writes in order
         self._lock = threading.Lock()
-        self._open: dict[str, str] = {}  # uids veRL waits for, and their partition
+        self._open: dict[str, str] = {}  # partition by uid of the prompts that veRL waits for
         self._broken: BaseException | None = None
         self._groups_dropped = 0
         self._excluded = ExclusionWatch()
@@ -195,7 +198,7 @@ class Manager:
     # --- called by veRL --------------------------------------------------------------------------------
 
     def generate_sequences(self, prompts: Any) -> None:
-        """Start every prompt's rollouts, and return."""
+        """Start the rollouts of every prompt without waiting for them."""
         if self._broken is not None:
             raise self._broken
         split = Split.VAL if _flag(prompts, "validate") else Split.TRAIN
@@ -203,7 +206,7 @@ class Manager:
         if not batch:
             return
         step = int(batch[0]["global_steps"])
-        # veRL increments the step before it asks, after the weights of the step before are loaded.
+        # veRL increments the step before this call, after the weights of the previous step are loaded.
         version = step if split is Split.VAL else max(0, step - 1)
         self._version = max(self._version, version)
         counts = StepCounts(GenerateCall(step=step, split=split, version=version, groups=len(batch)))
@@ -265,7 +268,8 @@ class Manager:
             floor=self._given.settings.floor,
             branches=self._given.branches,
             image_id=self._vision.image_id if self._vision else None,
-            credit=credit if train else structs.replace(credit, turns=False),  # validation shows the reward
+            # Validation reports the reward of the outcome.
+            credit=credit if train else structs.replace(credit, turns=False),
         )
         if group.greedy is not None and result.dropped is None:
             result = self._with_baseline(group, result)

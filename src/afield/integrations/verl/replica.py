@@ -1,6 +1,6 @@
-"""The rollout backend `afield`: a gateway with its engine, which agents call.
+"""veRL rollout backend `afield`: a gateway with its engine.
 
-One gateway serves a training job, however many replicas veRL counts. It takes no GPU unless `gpus` of
+One gateway serves all replicas of a training job. It takes no GPU unless `gpus` of
 `actor_rollout_ref.rollout.engine_kwargs.afield` is set. LoRA that is not merged is refused before training.
 """
 
@@ -49,7 +49,7 @@ class Replica(RolloutReplica):
         self._server_address = f"{gateway.url.partition('://')[2]}#{self.replica_rank}"
 
     async def init_standalone(self) -> None:
-        """One worker without GPUs stands for the gateway; no placement group of GPUs."""
+        """Launch one worker without GPUs or a placement group, since the gateway holds the engine."""
         self.rollout_mode = RolloutMode.STANDALONE
         prefix = f"afield_{self.replica_rank}{self.name_suffix}"
         pool = RayResourcePool(process_on_nodes=[1], use_gpu=False, name_prefix=prefix, max_colocate_count=1)

@@ -1,10 +1,12 @@
-"""Rows of finished rollouts as veRL 0.9 stores them, under `{uid}_{session}_{index}`.
+"""Training rows of rollouts in veRL 0.9's format, keyed `{uid}_{session}_{index}`.
 
-A row's prompt is all that precedes the first token it owns. Each sampled token is owned by one row and is
-context (mask 0) in the others, so that a mean over tokens counts a session the same, branched or not. All
-rows of a session have its reward; with credit by turns, a turn's reward is on its last token, in the one
-row that owns it. A rollout that failed through no fault of the policy has no rows, and neither has a group
-with fewer rewards than its quorum. Ids, masks and log-probabilities are checked against the recorded turns.
+1. The prompt of a row is everything before the first token that it owns. Each sampled token is owned by one
+   row and is context (mask 0) in the others, so that a mean over tokens counts every token once.
+2. All rows of a session have its reward; with credit by turns, a turn's reward is on its last token, in the
+   row that owns it.
+3. A rollout with a task, verifier or infrastructure failure has no rows; neither has a group with fewer
+   rewards than its quorum.
+4. Ids, masks and log-probabilities are checked against the recorded turns.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("afield.verl")
 VERL_COLUMNS = ("validate", "agent_name", "__rollout_n__", "__do_sample__", "multi_modal_data")
-RESERVED = "reward"  # veRL keeps its own list under this name beside `reward_extra_info`
+RESERVED = "reward"
+"""Name that veRL uses for its own list, next to `reward_extra_info`."""
 
 
 class CreditAssignment(Struct, frozen=True, kw_only=True):
@@ -52,32 +55,36 @@ PLAIN = CreditAssignment()
 
 
 class RolloutRows(Struct, frozen=True, kw_only=True):
-    """The rows of a rollout that trains, and its score."""
+    """Rows of a trainable rollout, and its score."""
 
     number: int
     """Position in its group, veRL's session id."""
     rows: tuple[Row, ...]
+    """Rows with rewards on their tokens."""
     score: float
+    """Reward of the outcome, or the floor."""
     info: dict[str, float]
     """Agent metrics and rewards, for veRL's `reward_extra_info`."""
     metrics: dict[str, float]
-    """Seconds, for veRL's `AgentLoopMetrics`."""
+    """Times for veRL's `AgentLoopMetrics`, in seconds."""
     result: RolloutResult
+    """Result of the rollout."""
     versions: tuple[int, int] | None = None
-    """Policy versions that veRL reports, where the gateway does not know them."""
+    """Oldest and newest policy version from veRL; None if the gateway reports versions."""
 
     def row_versions(self, row: Row) -> tuple[int, int]:
         return self.versions or row.versions
 
 
 class GroupRows(Struct, frozen=True, kw_only=True):
-    """The rows of a group."""
+    """Rows of a group."""
 
     sessions: tuple[RolloutRows, ...]
+    """Rows of each trainable rollout; empty if the group is dropped."""
     left_out: dict[str, str]
     """Reason by rollout id, for rollouts without rows."""
     dropped: str | None = None
-    """Reason why no rollout of the group trains."""
+    """Reason why no rollout of the group is trained; None if some are."""
 
 
 def group_rows(
@@ -89,7 +96,7 @@ def group_rows(
     image_id: int | None = None,
     credit: CreditAssignment = PLAIN,
 ) -> GroupRows:
-    """The rows of a group's rollouts, in the order they were started."""
+    """Build the rows of a group's rollouts, in the order they were started."""
     sessions: list[RolloutRows] = []
     left_out: dict[str, str] = {}
     for number, result in enumerate(finished):
@@ -125,7 +132,7 @@ def rollout_rows(
     image_id: int | None = None,
     credit: CreditAssignment = PLAIN,
 ) -> RolloutRows | str:
-    """The rows of a rollout, or the reason why it has none. `image_id` is the model's image placeholder."""
+    """Rows of a rollout, or the reason why it has none. `image_id` is the model's image placeholder."""
     unused = _unused(finished, credit)
     finished = _weigh(finished, credit)
     outcome = finished.outcome
@@ -181,11 +188,13 @@ class _SessionRewards(Struct, frozen=True):
     """Rewards of a session, to be placed on the tokens of its rows."""
 
     score: float
+    """Reward of the outcome."""
     turns: Mapping[str, float]
     """Rewards of trained turns, by id."""
     discount: float
+    """Discount of later rewards, per turn."""
     total: float | None
-    """Sum that every row must have; None for no such rule."""
+    """Sum that the rewards of every row must have; None for any sum."""
 
     def of_row(self, row: Row) -> tuple[tuple[int, float], ...]:
         """Response position and reward: turn rewards at the ends of turns, the score at the end of the row.
@@ -245,7 +254,7 @@ def vision_of(model: str) -> Vision | None:
 
 
 def _info(finished: RolloutResult, unused: int) -> dict[str, float]:
-    """Numbers that veRL logs and validates beside the reward, by the agent's names."""
+    """Values that veRL logs and validates in addition to the reward, by the agent's names."""
     outcome = finished.outcome
     failed = outcome.failure is not None and outcome.failure.kind is FailureKind.POLICY
     values = {**outcome.metrics, **outcome.rewards, "policy_failure": float(failed)}
@@ -277,7 +286,7 @@ def _metrics(turns: Sequence[Turn]) -> dict[str, float]:
 
 
 def num_turns(result: RolloutResult, row: Row) -> int:
-    """veRL counts requests as well as replies."""
+    """Number of turns as veRL counts them: requests as well as replies."""
     parents = {turn.id: turn.parent for turn in result.turns}
     calls, parent = 1, parents.get(row.turns[-1].id)
     while parent is not None:
@@ -285,15 +294,18 @@ def num_turns(result: RolloutResult, row: Row) -> int:
     return 2 * calls
 
 
-# --- as veRL stores them -------------------------------------------------------------------------
+# --- TransferQueue entries -------------------------------------------------------------------------
 
 
 class QueueEntry(Struct, frozen=True):
     """A value of veRL's TransferQueue and its key."""
 
     key: str
+    """Key, `{uid}_{session}_{index}`."""
     fields: dict[str, Any]
+    """Columns of the row."""
     tag: dict[str, Any]
+    """Tag of the key, which veRL reads without the columns."""
 
 
 def queue_entries(

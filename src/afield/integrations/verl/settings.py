@@ -33,10 +33,11 @@ from afield.settings.values import converted, from_file, merged, with_paths
 from afield.types import Budget, Sampling, check_id
 
 PREFIX = "AFIELD_VERL"
-# Estimators that compare sessions, or nothing; all others compare the rows of a group.
 ANY_ROWS = ("grpo", "gae", "reinforce_plus_plus", "remax")
-# Estimators that look at where in a row a reward is; all others take the sum of a row, grpo that of the last.
+"""Estimators that compare sessions or use no baseline of the group; all others compare rows."""
 BY_TOKEN = ("gae", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline")
+"""Estimators that use the position of rewards in a row; all others sum a row's rewards, grpo those of the
+last row."""
 LONGEST_NAME = 64
 
 if TYPE_CHECKING:
@@ -119,27 +120,45 @@ class VerlSettings(_Shared, frozen=True, kw_only=True):
 
 
 class Trainer(Struct, frozen=True, kw_only=True):
-    """What veRL's own keys say of rollouts."""
+    """Rollout settings from veRL's own keys."""
 
     name: str
+    """Experiment name."""
     folder: str
+    """Directory of the run."""
     backend: str
+    """Rollout backend: `afield`, `vllm` or `sglang`."""
     model: str
+    """Model path."""
     rollouts: int
+    """Rollouts per prompt in training."""
     val_rollouts: int
+    """Rollouts per prompt in validation."""
     sampling: Sampling
+    """Sampling parameters in training."""
     val_sampling: Sampling
+    """Sampling parameters in validation."""
     budget: Budget
+    """Limits of a session."""
     estimator: str
+    """Advantage estimator."""
     loss_agg_mode: str
+    """Loss aggregation mode."""
     mode: str
-    hybrid: bool  # whether veRL's own rollout servers share the trainer's devices
-    refills: bool  # whether a group that failed is replaced by another
+    """Trainer mode, such as `sync` or `separate_async`."""
+    hybrid: bool
+    """Whether veRL's rollout servers share the trainer's devices."""
+    refills: bool
+    """Whether veRL replaces a failed group by another."""
 
 
 class Given(Struct, frozen=True):
+    """Settings of a veRL job, from the `afield` block and from veRL's own keys."""
+
     settings: VerlSettings
+    """Settings of the `afield` block."""
     trainer: Trainer
+    """Settings from veRL's own keys."""
 
     @property
     def quorum(self) -> int:
@@ -161,12 +180,12 @@ class Given(Struct, frozen=True):
 
     @property
     def weighted(self) -> bool:
-        """Whether rows say what they weigh: only this mean of veRL's counts rows instead of tokens."""
+        """Whether rows carry weights; needed for veRL's mean over rows instead of tokens."""
         return self.trainer.loss_agg_mode == "seq-mean-token-mean" and self.branches == "all"
 
 
 def read(config: Mapping[str, Any]) -> Given:
-    """From veRL's whole configuration: a DictConfig, or the same as a plain mapping."""
+    """Read and check the settings in veRL's configuration, a DictConfig or a plain mapping."""
     whole = plain(config)
     settings = read_settings(whole.get("afield") or {})
     given = Given(settings, _trainer(whole, settings))
@@ -218,7 +237,7 @@ def _trainer(config: dict[str, Any], settings: VerlSettings) -> Trainer:
 
 
 def _sampling(told: Mapping[str, Any], max_tokens: int) -> Sampling:
-    """veRL has -1 for no top_k."""
+    """Sampling parameters from veRL's keys, in which a top_k of -1 is off."""
     try:
         return Sampling(
             temperature=float(told["temperature"]),

@@ -1,4 +1,4 @@
-"""Publishes weights from veRL's trainer to the gateway's engines, through a shared directory.
+"""Publishes veRL's weights to the gateway's engines through a shared directory.
 
 Each version is a whole model directory, renamed into place and published with version = global step. Calls
 in flight go on; their later tokens carry the new version. An update returns when the gateway serves that
