@@ -1,1 +1,1 @@
-"""The demo: a small shop, agents that answer questions about it, and a small policy that learns to."""
+"""Demo: agents answer questions about a small shop, for `afield demo`."""

@@ -1,4 +1,7 @@
-"""`python -m afield.demo.aws PORT BUCKET`: S3 and SQS on this machine, by moto; ends when its input does."""
+"""Local S3 and SQS server (moto): `python -m afield.demo.aws PORT BUCKET`.
+
+Exits when its standard input closes.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A cloud on this machine for the demo: AgentCore by `afield agentcore-local`, S3 and SQS by moto.
+"""Local AgentCore, S3 and SQS servers for the demo.
 
-Both are processes of their own that end with us. What they are called and where they listen are values
-of the run, so that a run that is resumed finds them where they were. Nothing leaves the machine.
+`afield agentcore-local` and moto run as child processes that end with this process. Their addresses are
+settings of the run, so that a resumed run uses the same ones. All traffic stays on the machine.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from afield.errors import Unavailable, UsageError
 from afield.settings.train import TrainConfig
 
 BUCKET = "afield-demo"
+"""S3 bucket of the demo."""
 KEYS = {"AWS_ACCESS_KEY_ID": "local", "AWS_SECRET_ACCESS_KEY": "local", "AWS_REGION": "us-east-1"}
-QUICK = 100  # session starts a second that this AgentCore takes; AWS takes fewer
+"""Environment of clients of the local servers, which accept any key."""
+QUICK = 100
+"""Session starts and stops per second that the local AgentCore accepts; AWS accepts fewer."""
 
 
 def values() -> dict[str, Any]:
-    """What a run on this cloud is told."""
+    """Settings of a run that uses the local servers, with free ports."""
     gateway, acr, aws = _free_ports(3)
     storing = f"http://127.0.0.1:{aws}"
     return {
@@ -48,7 +51,7 @@ def values() -> dict[str, Any]:
 
 
 def on_this_machine(told: TrainConfig) -> bool:
-    """Whether a run's values are those of such a cloud."""
+    """Whether a run uses the local servers."""
     return told.runtime_name == "agentcore" and told.transport.startswith(
         f"s3://{BUCKET}?queues=afield&endpoint="
     )
@@ -56,7 +59,7 @@ def on_this_machine(told: TrainConfig) -> bool:
 
 @contextmanager
 def running(told: TrainConfig, environ: Mapping[str, str], logs: Path) -> Generator[None]:
-    """Started, and ended again."""
+    """Run the local servers during the block."""
     if importlib.util.find_spec("moto") is None or importlib.util.find_spec("flask") is None:
         raise UsageError("a cloud on this machine needs moto: pip install 'afield[local-aws]'")
     cloud = told.agentcore

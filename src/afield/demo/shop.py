@@ -1,8 +1,8 @@
-"""The demo's task: questions about a small shop, answered by looking into its database.
+"""Demo tasks: questions about a shop, answered from its database.
 
-A task's row is the whole world of one question: what is asked, what the shop holds, the right answer.
-Prices and stock are drawn anew for every task, so an answer can be looked up but never remembered. All
-numbers of a shop differ and none is round, so that neither a wrong look-up nor a guess is right by luck.
+1. A task row has the question, the contents of the shop and the correct answer.
+2. Prices and stock are sampled per task, so answers cannot be memorised.
+3. All numbers of a shop differ and none is a multiple of 10, so that wrong lookups and guesses score 0.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ NUMBERS = tuple(number for number in range(11, 50) if number % 10)
 
 
 def tasks(seed: int, n: int) -> list[dict[str, Any]]:
-    """`n` task rows. Any 8 from a multiple of 8 on ask about every item, half of them about its price;
-    any 16 from a multiple of 16 on ask both questions about every item."""
+    """Generate `n` task rows. Every 8 rows ask about each item once, half of them about prices; every 16 rows
+    ask both questions about each item."""
     rng = random.Random(f"shop {seed}")
     rows: list[dict[str, Any]] = []
     while len(rows) < n:
@@ -47,13 +47,14 @@ def _task(rng: random.Random, seed: int, number: int, item: str, field: str) -> 
 
 
 class Shop:
-    """The shop of one task as a SQLite database in memory. Tools may query it from any thread."""
+    """Shop of one task as an in-memory SQLite database, usable from any thread."""
 
     def __init__(self, task: dict[str, Any]) -> None:
         self._database = sqlite3.connect(":memory:", check_same_thread=False)
         self._database.execute("CREATE TABLE shop (item TEXT PRIMARY KEY, price INTEGER, stock INTEGER)")
         self._database.executemany("INSERT INTO shop VALUES (:item, :price, :stock)", task["shop"])
         self.lookups = 0
+        """Number of queries."""
 
     def __enter__(self) -> Shop:
         return self
@@ -74,6 +75,6 @@ class Shop:
 
 
 def grade(task: dict[str, Any], answer: str) -> float:
-    """1.0 when the last number of the answer is the right one."""
+    """Reward: 1.0 if the last number in the answer is correct, otherwise 0.0."""
     numbers = re.findall(r"\d+", answer)
     return float(bool(numbers) and int(numbers[-1]) == task["answer"])

@@ -1,6 +1,6 @@
 """Checks before a run starts: names, agent files, model directories, reachability.
 
-Nothing of the user's is imported here; agents and verifiers are only read.
+Agent and verifier files are read, never imported.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from afield.types import HIDDEN_FIELD, Task
 
 log = logging.getLogger("afield.factory")
 UNPROTECTED = {"process": "as your own user", "inline": "in this process", "ray": "as the user of its node"}
-"""Runtimes in which agents can read what their user can read."""
+"""Runtimes in which agents can read the files of the user that runs them."""
 DYNAMIC_NAMES = ("import *", "globals(", "exec(", "setattr(", "__getattr__", "__dict__", "global ")
-"""Source text that may define names which cannot be found by reading."""
+"""Source text that may define names dynamically, so that a missing name is no error."""
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -210,11 +210,17 @@ def _check_weights(model: Path, *, pickled: bool = False) -> None:
 
 
 class SafetensorsIndex(msgspec.Struct):
+    """Fields read from model.safetensors.index.json."""
+
     weight_map: dict[str, str]
+    """File name by tensor name."""
 
 
 class SafetensorsEntry(msgspec.Struct):
+    """Tensor entry in the header of a safetensors file."""
+
     data_offsets: tuple[int, int] = (0, 0)
+    """Start and end of the tensor data, in bytes after the header."""
 
 
 def _indexed_files(index: Path) -> list[str]:

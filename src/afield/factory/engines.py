@@ -26,7 +26,10 @@ def engine(
     images: bool = False,
     dtype: str = "auto",
 ) -> Engine:
-    """An engine from `torch`, `scripted=FILE`, `vllm=URL` or `sglang=URL`; `record` writes its calls down."""
+    """Engine of a specification: `torch`, `scripted=FILE`, `vllm=URL` or `sglang=URL`.
+
+    With `record`, the engine's calls are written to that file.
+    """
     name, _, argument = spec.partition("=")
     backend = load("engine", name, ENGINES)
     if ENGINES[name].server:
@@ -47,7 +50,10 @@ def engine(
 
 
 def connect(kind: str, url: str, *, images: bool = False, vocabulary: int | None = None) -> Engine:
-    """A running inference server. SGLang crashes on token ids outside its vocabulary, so it gets the size."""
+    """Client of a running inference server.
+
+    SGLang needs the size of the `vocabulary`, as it crashes on token ids outside of it.
+    """
     servers = [name for name, backend in ENGINES.items() if backend.server]
     if kind not in servers:
         raise UsageError(f"unknown kind of worker {kind!r}; choose one of: {', '.join(servers)}")
@@ -106,7 +112,7 @@ async def check_engine(engine: Engine) -> EngineInfo:
 
 
 def vocabulary_of(model: Path) -> Any:
-    """The tokenizer's vocabulary of a model directory."""
+    """Vocabulary of the tokenizer in a model directory."""
     with needs("gateway"):
         from afield.chat.vocabulary import Vocabulary
 
@@ -115,7 +121,7 @@ def vocabulary_of(model: Path) -> Any:
 
 
 def vocabulary_size(model: Path) -> int | None:
-    """Number of token ids of a model, if its config.json says so."""
+    """Vocabulary size in a model's config.json; None if it has none."""
     config = read_config(model)
     size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     return size if isinstance(size, int) else None

@@ -30,7 +30,8 @@ START_TIMEOUT_S = 120.0
 PROCESS_START_S = 180.0
 MIB = 1024 * 1024
 COMMAND = [sys.executable, "-m", "afield", "gateway", "--json", "--config", "-"]
-"""Command of a gateway whose settings are the first line of its standard input; it ends when that closes."""
+"""Command of a gateway process: reads settings from the first line of standard input, exits when it
+closes."""
 SHARD_COMMAND = [sys.executable, "-m", "afield", "gateway-process"]
 
 
@@ -56,7 +57,7 @@ def gateway_client(url: str, admin_key: str, **options: Any) -> Any:
 
 
 def remove_ended_sessions(store: Path) -> int:
-    """Remove completed sessions from a gateway's store; their number."""
+    """Remove completed sessions from a gateway's store; returns their number."""
     with needs("gateway"):
         from afield.gateway.store import remove_ended
 
@@ -89,7 +90,7 @@ async def serve(
 
     task = asyncio.current_task()
     assert task is not None
-    # Each agent may hold hundreds of connections; the usual limit is a thousand files.
+    # Each agent may hold hundreds of connections; the default limit is about a thousand open files.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     model, store = Path(settings.model), Path(settings.store)
@@ -132,14 +133,14 @@ async def serve(
         )
         await stack.enter_async_context(gateway)
         _relax_garbage_collection()
-        # Not earlier: a gateway that is still loading has nothing to save and ends at once.
+        # Only now: a gateway that is still loading has nothing to save and exits at once.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         connections = ConnectionLimits(per_address=min(settings.max_connections, hard * 3 // 4))
         await serve(gateway, listener, lambda: ready(tokenizer.name), link=link, connections=connections)
 
 
 def _relax_garbage_collection() -> None:
-    """Loaded objects stay for good, and a gateway's data has no cycles: look for them seldom."""
+    """Run garbage collection rarely: loaded objects are never freed, and gateway data has no cycles."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)

@@ -25,7 +25,7 @@ EXTRAS = {
     "nats": "nats",
     "redis": "redis",
 }
-"""Extras of libraries that have one of their own."""
+"""Extras by library, for libraries with a separate extra."""
 
 
 class Backend(Struct, frozen=True, kw_only=True):
@@ -36,18 +36,19 @@ class Backend(Struct, frozen=True, kw_only=True):
     extra: str = "gateway"
     """Extra that installs its libraries."""
     libraries: tuple[str, ...] = ()
-    """Libraries that are looked for before a run starts; loading them takes seconds."""
+    """Libraries whose presence is checked before a run starts, without importing them, which takes
+    seconds."""
 
 
 class EngineBackend(Backend, frozen=True, kw_only=True):
-    """An engine."""
+    """Engine backend."""
 
     server: bool = False
     """Whether it is an inference server, named as KIND=URL."""
 
 
 class RuntimeBackend(Backend, frozen=True, kw_only=True):
-    """A runtime."""
+    """Runtime backend."""
 
     takes_agent: bool = False
     """Whether it runs an agent named FILE.py:NAME; the others run an image, or are served elsewhere."""

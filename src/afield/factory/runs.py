@@ -1,4 +1,4 @@
-"""Parts of a training run from its settings: transport, limiter, trainer, rollout plan."""
+"""Training run components from settings: transport, limiter, trainer, rollout config."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from afield.types import Budget, Sampling, Task
 
 
 def transport(config: TrainConfig, run: RunDirectory) -> Transport:
-    """The transport `files`, `memory`, or of a specification such as `s3://BUCKET?sqs=URL`."""
+    """Transport of a run: `files`, `memory`, or a specification such as `s3://BUCKET?sqs=URL`."""
     if "://" in config.outcomes:
         with needs("gateway"):
             from afield.transports.spec import from_spec
@@ -35,9 +35,9 @@ def transport(config: TrainConfig, run: RunDirectory) -> Transport:
 def limiter(
     config: TrainConfig, limits: RateLimits | None = None, file: str | Path | None = None
 ) -> LocalLimiter | SharedLimiter:
-    """The launch limiter of a run, a client or a veRL job: `limits`, or the rates of `config`.
+    """Launch limiter of a run, a client or a veRL job: `limits`, or the rates of `config`.
 
-    AgentCore's quotas fill in what is left open.
+    With the AgentCore runtime, unset limits default to its quotas.
     """
     limits = limits or RateLimits(
         rate_per_s=config.launch_rate, cold_start_s=config.cold_start_s, starting=config.launching
@@ -55,7 +55,7 @@ def limiter(
 
 
 def trainer(config: TrainConfig) -> Trainer:
-    """The trainer of a run; one that changes nothing if the weights are frozen."""
+    """Trainer of a run; the frozen trainer if `freeze_weights` is set."""
     if config.freeze_weights:
         from afield.trainers.frozen import Frozen
 

@@ -57,7 +57,7 @@ def session_registry(path: Path) -> Any:
 
 
 def untracked(runtime: Runtime) -> Runtime:
-    """The runtime inside a tracked one: its sessions are not written to the registry."""
+    """Runtime without tracking: its sessions are not written to the registry."""
     with needs("gateway"):
         from afield.runtimes.registry import TrackedRuntime
 
@@ -73,8 +73,8 @@ def _tracked(inner: Runtime, run: RunDirectory, name: str, guard: Any = None) ->
 
 @asynccontextmanager
 async def cleanup_process(config: TrainConfig, run: RunDirectory) -> AsyncIterator[None]:
-    """A process that ends the run's sessions if this one is killed and no other takes over."""
-    if not run.config.exists():  # it reads the runtimes from there
+    """Run a process that ends the run's sessions if this process is killed and no other takes over."""
+    if not run.config.exists():  # the cleanup process reads the runtimes from run.json
         write_whole(run.config, msgspec.json.encode(config), private=True)
     run.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     command = [sys.executable, "-m", "afield", "cleanup", str(run.path), "--when-stdin-ends"]
@@ -96,7 +96,7 @@ async def cleanup_process(config: TrainConfig, run: RunDirectory) -> AsyncIterat
 
 
 def _runtime(config: TrainConfig, run: RunDirectory, transport: Transport, prefix: str) -> Runtime:
-    """`prefix` names the sessions in a cluster or engine that others share."""
+    """Runtime of a run. `prefix` starts session names in clusters and container engines that others share."""
     name, _, argument = config.runtime.partition("=")
     if name == "sandbox" and config.sandbox.without_bubblewrap == "process" and not shutil.which("bwrap"):
         log.warning(

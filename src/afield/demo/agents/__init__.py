@@ -1,1 +1,1 @@
-"""Agents of the demo, each written with a third-party library the way its user would write it."""
+"""Demo agents, each written with another agent library."""

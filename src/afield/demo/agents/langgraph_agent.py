@@ -1,4 +1,4 @@
-"""The shop agent on LangGraph: a graph of two nodes, the model and its tools."""
+"""Demo agent on LangGraph: a graph of model and tool node."""
 
 from typing import Any
 
@@ -16,7 +16,8 @@ from afield.demo import shop
 
 SYSTEM = "You work in a shop. Look up the number with a tool, then answer."
 NUDGE = "Please look it up with a tool."
-STEPS = 7  # nodes visited: the model four times, its tools in between
+STEPS = 7
+"""Node visits per rollout: four model calls and three tool calls."""
 # One connection pool for all rollouts of this process, instead of one each.
 POOLS = {"http_client": openai.DefaultHttpxClient(), "http_async_client": openai.DefaultAsyncHttpxClient()}
 

@@ -1,4 +1,4 @@
-"""The shop agent on the plain OpenAI SDK: a hand-written tool loop, one request after the other."""
+"""Demo agent on the OpenAI SDK: a tool-calling loop."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""The shop agent on Strands, which streams its answers and runs its tools itself."""
+"""Demo agent on Strands, which streams responses and runs tools."""
 
 import ssl
 from typing import Any
@@ -15,7 +15,7 @@ from afield.demo import shop
 SYSTEM = "You work in a shop. Look up the number with a tool, then answer."
 NUDGE = "Please look it up with a tool."
 
-# Reading the certificate store takes longer than a model call; one context serves every rollout.
+# Loading CA certificates takes longer than a model call, so all rollouts share one SSL context.
 SSL_CONTEXT = ssl.create_default_context()
 
 
@@ -46,7 +46,7 @@ async def agent(task: dict[str, Any], rollout: afield.Context) -> float:
                 answer = await ask(helper, task["question"], opened)
                 if opened.lookups == 0:
                     answer = await ask(helper, NUDGE, opened)
-            except MaxTokensReachedException:  # the model talked on until it was cut off
+            except MaxTokensReachedException:  # the response reached max_tokens
                 return 0.0
             return shop.grade(task, str(answer))
 
