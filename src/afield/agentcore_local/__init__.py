@@ -1,1 +1,1 @@
-"""A server that real AgentCore clients can talk to, on this machine."""
+"""Local AgentCore server: the AWS Bedrock AgentCore API on this machine."""

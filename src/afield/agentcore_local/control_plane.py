@@ -1,7 +1,10 @@
-"""The control plane: agent runtimes and their endpoints, created, read, changed and deleted.
+"""Control plane: agent runtimes, versions, endpoints and tags, kept in memory.
 
-Repeating a create or an update with its client token answers the same and does nothing. Everything is
-checked before anything is changed. What it holds is forgotten when the server ends.
+1. A version is CREATING or UPDATING until its program can be started and the configured time has passed, then
+READY or failed with a reason. A failed version does not affect running ones.
+2. DEFAULT follows the newest ready version; other endpoints stay at their version.
+3. Repeating a create or update with its client token returns the same answer. Requests are validated before
+they change anything.
 """
 
 from __future__ import annotations
@@ -49,6 +52,8 @@ def random_id() -> str:
 
 
 class RuntimeVersion:
+    """One version of an agent runtime."""
+
     def __init__(self, number: int, settings: RuntimeSettings, image: AgentImage) -> None:
         self.number, self.settings, self.image = str(number), settings, image
         self.status: Status = "CREATING" if number == 1 else "UPDATING"
@@ -56,6 +61,7 @@ class RuntimeVersion:
         self.failure = ""
 
     def settle(self, failure: str) -> None:
+        """Set the final status: READY, or failed if `failure` is not empty."""
         self.failure, self.updated = failure, now()
         if not failure:
             self.status = "READY"
@@ -64,6 +70,8 @@ class RuntimeVersion:
 
 
 class RuntimeEndpoint:
+    """Endpoint of an agent runtime: a name that serves one version."""
+
     def __init__(self, name: str, target: str, description: str | None) -> None:
         self.name, self.id = name, f"{name}-{random_id()}"
         self.live: str | None = None
@@ -78,6 +86,8 @@ class RuntimeEndpoint:
 
 
 class LocalAgentRuntime:
+    """Agent runtime with its versions and endpoints."""
+
     def __init__(self, name: str, arn_prefix: str, settings: RuntimeSettings, image: AgentImage) -> None:
         self.name, self.id = name, f"{name}-{random_id()}"
         self.arn = f"{arn_prefix}:runtime/{self.id}"
@@ -96,6 +106,7 @@ class LocalAgentRuntime:
         return "DELETING" if self.deleting else self.newest.status
 
     def check_settled(self) -> None:
+        """Raise the ConflictException while a create, update or delete is in progress."""
         if self.status in ("CREATING", "UPDATING", "DELETING"):
             raise ServiceError(
                 "ConflictException", f"agent {self.id} is {self.status}; try again when it is not"
@@ -111,6 +122,7 @@ class LocalAgentRuntime:
         return version
 
     def settle(self, version: RuntimeVersion, failure: str) -> None:
+        """Set the final status of a version, and point DEFAULT to it on success."""
         version.settle(failure)
         default = self.endpoints[DEFAULT]
         if not failure:
@@ -131,7 +143,7 @@ class LocalAgentRuntime:
         return self.endpoints[name]
 
     def serving(self, qualifier: str) -> RuntimeVersion:
-        """The version that answers at an endpoint."""
+        """Version that an endpoint serves; raises the ResourceNotFoundException if there is none."""
         endpoint = self.endpoints.get(qualifier)
         if endpoint is None or endpoint.live is None or self.deleting:
             message = f"No endpoint or agent found with qualifier '{qualifier}' for agent '{self.arn}'"
@@ -149,7 +161,7 @@ class LocalAgentRuntime:
         return endpoint
 
     def point_endpoint(self, name: str, options: UpdateEndpointRequest) -> RuntimeEndpoint:
-        """It stays at its version where none is named."""
+        """Point an endpoint to a version; without one it keeps its version."""
         endpoint = self.endpoint(name)
         if name == DEFAULT:
             raise ServiceError(
@@ -210,12 +222,16 @@ Reply = tuple[int, dict[str, Any]]
 
 
 class Account(Struct, frozen=True, kw_only=True):
-    """Whose runtimes these are, and how long one takes to get ready."""
+    """AWS account of the server."""
 
     region: str = "us-west-2"
+    """Region in ARNs."""
     account: str = "123456789012"
+    """Account id in ARNs."""
     ready_s: float = 0.0
+    """Time until a created or updated runtime is ready, in seconds."""
     code_root: Path | None = None
+    """Folder that stands for code in S3; None rejects code configurations."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.ready_s < math.inf:
@@ -231,6 +247,8 @@ class Account(Struct, frozen=True, kw_only=True):
 
 
 class ControlPlane:
+    """Operations on agent runtimes, endpoints and tags."""
+
     def __init__(
         self,
         account: Account,
@@ -251,7 +269,7 @@ class ControlPlane:
         await asyncio.gather(*self._work, return_exceptions=True)
 
     def find(self, name: str) -> LocalAgentRuntime:
-        """By ARN or id."""
+        """Find an agent runtime by ARN or id."""
         runtime = self._runtimes.get(name.rpartition("/")[2])
         if runtime is None or (name.startswith("arn:") and name != runtime.arn):
             raise not_found(f"agent runtime {name}")
@@ -432,7 +450,7 @@ class ControlPlane:
         return 204, {}
 
     def _tagged(self, arn: str) -> dict[str, str]:
-        """Of a runtime, or of one of its endpoints."""
+        """Tags of an agent runtime, or of one of its endpoints."""
         host, endpoint, name = arn.partition("/runtime-endpoint/")
         runtime = self.find(host)
         return runtime.endpoint(name).tags if endpoint else runtime.tags

@@ -1,4 +1,4 @@
-"""The data plane: invoke, command, stop. Answers of programs pass through as they come."""
+"""Data plane: invoke, command and stop. Streams the programs' responses through."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ LOGS = "Please check the session's log for more information."
 
 
 class DataPlane:
+    """Operations on sessions."""
+
     def __init__(
         self,
         control: ControlPlane,
@@ -84,7 +86,7 @@ class DataPlane:
                 raise _failed("did not answer in time", session) from error
             except BROKEN as error:
                 await self._stop_if_dead(session)
-                # What asyncio says of it counts bytes that nobody knows of.
+                # The message of IncompleteReadError counts bytes, which tells a client nothing.
                 why = "" if isinstance(error, asyncio.IncompleteReadError) else f": {error}"
                 raise _failed(f"broke off before it had answered{why}", session) from error
 
@@ -99,7 +101,7 @@ class DataPlane:
             raise ConnectionCut
 
     async def _stop_if_dead(self, session: LocalSession) -> None:
-        """A program that broke off may be dead; then its session is over before anybody asks again."""
+        """End the session if its program died, so that the next request starts a fresh one."""
         host = session.ready.result()
         try:
             async with asyncio.timeout(1.0):

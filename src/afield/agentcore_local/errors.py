@@ -1,4 +1,4 @@
-"""What the service refuses, in the words and status codes that AWS clients turn into typed exceptions."""
+"""Service errors with the codes that AWS clients turn into typed exceptions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ STATUS: dict[Kind, int] = {
 
 
 class ServiceError(Exception):
-    """An answer other than the one asked for. `fields` are (name, message) of what did not validate."""
+    """Error response of the service.
+
+    `fields` lists (name, message) of each invalid field of a ValidationException.
+    """
 
     def __init__(
         self,
@@ -67,4 +70,4 @@ def not_found(what: str) -> ServiceError:
 
 
 class ConnectionCut(Exception):
-    """The answer is to break off here, as a network would."""
+    """Breaks the client's connection instead of answering, as a network failure would."""

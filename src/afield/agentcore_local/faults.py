@@ -1,7 +1,7 @@
-"""Bad faults on purpose: which calls go wrong, and how, decided by a seed.
+"""Fault injection: failing calls, drawn by a seed.
 
-A call's faults depends on the seed, the kind, its session id and how often that was asked before, and on
-nothing else, so a run meets the same faults however its calls interleave.
+A draw depends only on the seed, the kind of fault, the session id and the number of earlier draws for both. A
+run therefore meets the same faults however its calls interleave.
 """
 
 from __future__ import annotations
@@ -40,12 +40,16 @@ SECONDS = {"hang": 3600.0, "die": 1.0}
 
 
 class InjectedFault(Struct, frozen=True):
+    """Rate and duration of one kind of fault."""
+
     rate: float
+    """Probability per call, from 0 to 1."""
     seconds: float = 0.0
+    """Delay of `hang` and `die` faults in seconds; 0 for all other kinds."""
 
 
 def parse(specs: Iterable[str]) -> dict[str, InjectedFault]:
-    """Of KIND=RATE or KIND=RATE:SECONDS."""
+    """Parse KIND=RATE or KIND=RATE:SECONDS; raises UsageError if one is invalid."""
     faults: dict[str, InjectedFault] = {}
     for spec in specs:
         kind, equals, numbers = spec.partition("=")
@@ -69,12 +73,15 @@ def parse(specs: Iterable[str]) -> dict[str, InjectedFault]:
 
 
 class FaultInjector:
+    """Draws faults and counts the injected ones."""
+
     def __init__(self, faults: dict[str, InjectedFault], seed: int) -> None:
         self._faults, self._seed = faults, seed
         self._asked: Counter[tuple[str, str]] = Counter()
         self.injected: Counter[str] = Counter()
 
     def draw(self, kind: str, key: str) -> InjectedFault | None:
+        """Draw a fault for a key, usually a session id; None if the call is to succeed."""
         fault = self._faults.get(kind)
         if fault is None or fault.rate == 0:
             return None
@@ -87,7 +94,7 @@ class FaultInjector:
         return fault
 
     def check(self, key: str) -> None:
-        """Raises the answer of a call that fails before anything happens."""
+        """Raise a drawn error for a call that is to fail before it has any effect."""
         for kind, answer in ANSWERS.items():
             if self.draw(kind, key):
                 raise ServiceError(answer, f"injected by --fault {kind}")

@@ -1,8 +1,9 @@
-"""Where the programs of sessions run: what a host can do, and plain processes as the simplest one.
+"""Hosts of session programs: plain processes, or sandboxes.
 
-Plain processes share everything with this machine but their environment, which is the runtime's own.
-Each serves a socket that was opened for it, whatever port it asks for, and ends with this server,
-however that ends; so does what it daemonised.
+1. `ProcessHosts`: plain processes share everything with this machine except their environment. Each serves a
+socket that was opened for it, whatever port it asks for. It ends with this server, including its daemons.
+2. `SandboxHosts`: sandboxed programs see the system, the Python environment and their own folder read-only,
+and reach only allowed addresses. One fork server per image forks them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from afield.types import Reason
 
 PIECE = 16 * 1024
 GUARD_S = 3.0
-CONTAINER_ENV = {"DOCKER_CONTAINER": "1"}  # what images for AgentCore say of themselves
+CONTAINER_ENV = {"DOCKER_CONTAINER": "1"}  # set by AgentCore images
 BASE_ENV = {
     "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
     "PYTHONUNBUFFERED": "1",
@@ -43,55 +44,73 @@ BASE_ENV = {
 
 
 class HostError(Exception):
-    """A program that cannot be started; says what it printed."""
+    """A program cannot be started; the message contains its output."""
 
 
 class CommandOutput(Struct, frozen=True):
+    """Piece of a command's output."""
+
     channel: Literal["stdout", "stderr"]
+    """Stream that it came from."""
     text: str
+    """Decoded text."""
 
 
 class CommandExit(Struct, frozen=True):
+    """End of a command."""
+
     exit_code: int
+    """Exit code; 128 plus the signal number if a signal ended it, -1 after a timeout."""
     timed_out: bool = False
+    """Whether the command reached its time limit and was killed."""
 
 
 class ProgramHost(Protocol):
+    """Runs the program of one session."""
+
     where: str
+    """Location for operators, such as `pid 4711`."""
     log: Path
+    """Log file of the program."""
 
     async def connect(self) -> Stream:
-        """A connection to the program's port; it may not serve yet. Raises OSError."""
+        """Connect to the program's port; raises OSError while the program does not serve."""
         ...
 
     async def ended(self) -> str:
-        """Until the program is gone; says how it went."""
+        """Wait until the program has ended; returns its exit code or signal in words."""
         ...
 
     def kill(self) -> None:
-        """With all it started. Repeating is harmless."""
+        """Kill the program and all its descendants. Repeating is harmless."""
         ...
 
     def run(self, command: str, timeout_s: float) -> AsyncGenerator[CommandOutput | CommandExit]:
-        """A shell command beside the program; ends with CommandExit; raises HostError if the host is gone."""
+        """Run a shell command next to the program; yields its output, then a CommandExit. Raises HostError if
+        the host is gone.
+        """
         ...
 
 
 class ProgramHosts(Protocol):
+    """Factory of hosts."""
+
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *exc: object) -> None: ...
 
     async def prepare(self, image: AgentImage) -> None:
-        """Whether an image can be started at all, as far as can be known; raises HostError."""
+        """Check that an image can be started, as far as possible; raises HostError if not."""
         ...
 
     async def start(self, image: AgentImage, name: str, env: Mapping[str, str]) -> ProgramHost:
-        """A fresh host for one session; raises HostError."""
+        """Start a fresh host for one session; raises HostError if that fails."""
         ...
 
 
 class ProcessHosts:
+    """Runs programs as plain processes."""
+
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self._alive: set[ProcessHost] = set()
@@ -123,7 +142,7 @@ class ProcessHosts:
     ) -> ProcessHost:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        if image.argv:  # a command can only be told its port
+        if image.argv:  # A command cannot inherit a socket; it gets a free port in PORT.
             listener.close()
         else:
             listener.listen(128)
@@ -133,7 +152,7 @@ class ProcessHosts:
 
 
 def check_file(image: AgentImage) -> None:
-    """It was there when the server started; it may have gone."""
+    """Raise HostError if the image's file has been removed since the server started."""
     path = image.script or (image.target.rpartition(":")[0] if ".py:" in image.target else "")
     if path and not Path(path).is_file():
         raise HostError(f"there is no file {path}")
@@ -148,6 +167,8 @@ def _command(image: AgentImage, listener: socket.socket) -> list[str]:
 
 
 class ProcessHost:
+    """Program that runs as a plain process."""
+
     def __init__(self, log: Path, port: int, env: Mapping[str, str]) -> None:
         self.log, self.where = log, ""
         self._port, self._env = port, env
@@ -171,7 +192,7 @@ class ProcessHost:
 
     async def _wait(self) -> str:
         code = await self._process.wait()
-        signal_group(self._process.pid, signal.SIGKILL)  # what it started may outlive it
+        signal_group(self._process.pid, signal.SIGKILL)  # its descendants may survive it
         return f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
 
     async def connect(self) -> Stream:
@@ -203,7 +224,7 @@ class ProcessHost:
 
 
 async def told(process: Process, timeout_s: float) -> AsyncGenerator[CommandOutput | CommandExit]:
-    """What a process says on both channels, as it says it, and its end or that it was late."""
+    """Stream the output of a process, then its exit, or a timeout after `timeout_s` seconds."""
     assert process.stdout is not None
     assert process.stderr is not None
     queue: asyncio.Queue[CommandOutput | None] = asyncio.Queue(maxsize=16)
@@ -244,7 +265,7 @@ async def _pump(
 
 
 def _end(process: Process) -> None:
-    """Its guard ends all that it started, wherever it went; a guard that does not is ended with its group."""
+    """Ask the program's guard to kill all descendants; after GUARD_S seconds, kill its process group."""
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
     asyncio.get_running_loop().call_later(
@@ -256,6 +277,8 @@ Address = tuple[str, int]
 
 
 class SandboxHosts:
+    """Runs programs in sandboxes, forked from one fork server per image."""
+
     def __init__(
         self,
         logs: Path,
@@ -285,7 +308,7 @@ class SandboxHosts:
         await self._nest(image)
 
     async def _nest(self, image: AgentImage) -> ForkServer:
-        """The warm parent of an image, one for all its sessions. One that failed is tried anew."""
+        """Fork server of an image, shared by its sessions. A failed start is retried by the next call."""
         opening = self._nests.get(image)
         if opening is None or (opening.done() and opening.exception() is not None):
             opening = self._nests[image] = asyncio.get_running_loop().create_future()
@@ -325,13 +348,15 @@ class SandboxHosts:
             raise HostError(str(error)) from error
 
     def _forget(self, image: AgentImage, nest: ForkServer) -> None:
-        """The next session gets a new warm parent, unless another has done so already."""
+        """Let the next session start a new fork server, unless another session already did."""
         opening = self._nests.get(image)
         if opening is not None and opening.done() and not opening.exception() and opening.result() is nest:
             del self._nests[image]
 
 
 class SandboxHost:
+    """Program that runs in a sandbox."""
+
     def __init__(self, cell: SandboxProcess) -> None:
         self._cell = cell
         self.where, self.log = f"pid {cell.pid}", cell.log
@@ -346,7 +371,7 @@ class SandboxHost:
         self._cell.kill()
 
     async def run(self, command: str, timeout_s: float) -> AsyncGenerator[CommandOutput | CommandExit]:
-        """A cell tells what a command said when it has ended."""
+        """Run a shell command; its output comes when it has ended."""
         try:
             ran = await self._cell.exec(command, timeout=timeout_s)
         except AfieldError as error:

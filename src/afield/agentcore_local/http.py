@@ -1,4 +1,4 @@
-"""The little HTTP the server needs, straight on ASGI."""
+"""HTTP of the local server: ASGI requests, program client, AWS event streams."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ MAX_READ = 1_000_000_000
 
 
 class ApiRequest:
+    """One request to the server, with its response."""
+
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.method: str = scope["method"]
         self.path: str = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
@@ -64,7 +66,7 @@ class ApiRequest:
                 parts.append(part)
                 continue
             parts.clear()
-            # Read to its end: a client that still sends would not see the answer, but a broken connection.
+            # Read the rest: answering early would show the client a broken connection instead of the answer.
             if received > MAX_READ:
                 break
         if max(size, received) > MAX_BODY:
@@ -94,12 +96,14 @@ class ApiRequest:
         await self._send({"type": "http.response.body", "body": body})
 
     async def gone(self) -> None:
-        """Until the client has gone. Only once the body was read."""
+        """Wait until the client has disconnected; call it only after the body was read."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
     async def cut(self) -> None:
-        """Break the connection off, as a network would. ASGI has no word for it: it is asked of uvicorn."""
+        """Abort the connection, as a network failure would. ASGI cannot do that, so this uses uvicorn's
+        transport.
+        """
         cycle = getattr(self._send, "__self__", None)
         transport = getattr(cycle, "transport", None)
         if transport is not None:
@@ -113,7 +117,7 @@ BROKEN = (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, Value
 
 
 class Reply:
-    """`headers` have lower-case names; `pieces` can be read once."""
+    """Response of a program. `headers` have lower-case names; `pieces` can be read once."""
 
     def __init__(self, status: int, headers: Mapping[str, str], reader: asyncio.StreamReader) -> None:
         self.status, self.headers = status, headers
@@ -121,7 +125,7 @@ class Reply:
 
     @property
     def whole(self) -> bool:
-        """Whether its length was told, so that it is no stream."""
+        """Whether the response has a content length, which makes it a plain response instead of a stream."""
         return "content-length" in self.headers
 
     async def pieces(self) -> AsyncGenerator[bytes]:
@@ -149,7 +153,9 @@ class Reply:
 async def ask(
     stream: Stream, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
 ) -> AsyncIterator[Reply]:
-    """Raises one of BROKEN where there is no answer that can be read."""
+    """Send one HTTP/1.1 request on its own connection; raises one of BROKEN if there is no readable
+    response.
+    """
     reader, writer = stream
     try:
         lines = [f"{method} {path} HTTP/1.1", "host: localhost:8080", "connection: close"]

@@ -1,8 +1,11 @@
-"""Images of this server: names that stand for programs of this machine.
+"""Images of the local server: names that stand for local programs.
 
-`NAME=app.py` runs a file as it is (it serves port 8080, as `BedrockAgentCoreApp().run()` does),
-`NAME=file.py:agent` serves a function with afield's SDK, `NAME=command words` runs any command. A
-container URI means the image whose name is the whole URI, its repository with tag, or its repository.
+1. `NAME=app.py` runs a file unchanged; it serves port 8080, as `BedrockAgentCoreApp().run()` does.
+2. `NAME=file.py:agent` serves a function with afield's SDK.
+3. `NAME=command words` runs any command.
+
+A container URI selects the image that is named like the whole URI, its repository with tag, or its
+repository.
 """
 
 from __future__ import annotations
@@ -23,17 +26,21 @@ TARGET = re.compile(r"^[\w./-]+:[A-Za-z_]\w*$")
 
 
 class AgentImage(Struct, frozen=True, kw_only=True):
-    """Exactly one of a target (file.py:name), a script run as __main__, or a command."""
+    """Program behind an image name: exactly one of `target`, `script` and `argv`."""
 
     target: str = ""
+    """`file.py:name` or `package.module:name`, served with afield's SDK; empty for none."""
     script: str = ""
+    """Absolute path of a Python file that runs as `__main__`; empty for none."""
     argv: tuple[str, ...] = ()
+    """Command line; empty for none."""
 
     def __str__(self) -> str:
         return self.target or self.script or shlex.join(self.argv)
 
 
 def parse(spec: str) -> tuple[str, AgentImage]:
+    """Parse NAME=PROGRAM; raises UsageError if it is invalid or the file does not exist."""
     name, equals, program = spec.partition("=")
     if not equals or not name or not program.strip():
         raise UsageError(f"--image {spec!r} must be NAME=app.py, NAME=file.py:agent or NAME=command ...")
@@ -71,7 +78,7 @@ def parse_all(specs: Iterable[str]) -> dict[str, AgentImage]:
 
 
 def image_of(artifact: Artifact, images: Mapping[str, AgentImage], code_root: Path | None) -> AgentImage:
-    """Raises the ValidationException of an image or a file that does not exist."""
+    """Image of an artifact; raises the ValidationException if the image or file does not exist."""
     if artifact.code_configuration is not None:
         return _code(artifact.code_configuration, code_root)
     assert artifact.container_configuration is not None

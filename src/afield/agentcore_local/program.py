@@ -1,8 +1,11 @@
-"""`python -m afield.agentcore_local.program`: the program of a session as a plain process, unmodified.
+"""Runs a session's program: `python -m afield.agentcore_local.program`.
 
-`--script FILE` runs it as `python FILE` would; its uvicorn serves the socket passed as `--listener`
-instead of port 8080, since many run on one machine. `--target` serves a function with afield's SDK.
-`--command` runs any command, which finds its port in PORT. All end when standard input does.
+1. `--script FILE` runs a file like `python FILE`. Its uvicorn serves the socket passed as `--listener`
+instead of port 8080, since many programs run on one machine.
+2. `--target` serves a function with afield's SDK.
+3. `--command` runs any command, which finds its port in PORT.
+
+The program ends when its standard input closes.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ def main() -> None:
 
 
 def serve_on(listener: socket.socket) -> None:
+    """Make all uvicorn servers of this process serve `listener`, whatever port they ask for."""
     plain = uvicorn.Server.startup
 
     async def startup(self: uvicorn.Server, sockets: list[socket.socket] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""How much is allowed at once and per second, and what was counted."""
+"""Quotas, rate limits and call counters of the local AgentCore server."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ KEPT_S = 3600
 
 
 class Quotas(Struct, frozen=True, kw_only=True):
-    """Rates are per second, of a bucket that holds `burst_s` seconds' worth; stops have their own."""
+    """Limits of the service."""
 
     sessions: int = 1000
+    """Maximum number of concurrent sessions."""
     start_rate: float = 25.0
+    """Session starts per second."""
     stop_rate: float = 25.0
+    """Stop calls per second."""
     invoke_rate: float = 200.0
+    """Calls per second for each agent runtime."""
     burst_s: float = 1.0
+    """Size of each token bucket, in seconds of its rate."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -29,13 +34,14 @@ class Quotas(Struct, frozen=True, kw_only=True):
 
 
 class TokenBucket:
-    """Fills at `rate` a second up to its size; a call takes one token, or is refused."""
+    """Token bucket that refills at `rate` per second, up to `burst_s` seconds of it."""
 
     def __init__(self, rate: float, burst_s: float, clock: Callable[[], float]) -> None:
         self._rate, self._size, self._clock = rate, max(1.0, rate * burst_s), clock
         self._tokens, self._seen = self._size, clock()
 
     def take(self, what: str) -> None:
+        """Take one token; raises the ThrottlingException if there is none."""
         now = self._clock()
         self._tokens = min(self._size, self._tokens + (now - self._seen) * self._rate)
         self._seen = now
@@ -47,7 +53,7 @@ class TokenBucket:
 
 
 class CallCounts:
-    """For tests and benchmarks; `start_rate` is from the first start to the last."""
+    """Counters for tests and benchmarks."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._since = clock, clock()
@@ -73,6 +79,7 @@ class CallCounts:
             self._by_second.append([second, 1])
 
     def view(self) -> dict[str, object]:
+        """Counters as JSON; `start_rate` is measured from the first start to the last."""
         spent = self._last - self._first
         return {
             "calls": {operation: counter.total() for operation, counter in self.answers.items()},

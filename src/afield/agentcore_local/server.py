@@ -1,7 +1,11 @@
-"""The server as a whole: its parts put together, and served until it is told to stop.
+"""Local AgentCore server: both planes, logs and statistics on one port.
 
-async with AcrServer(AcrOptions(images={"math": AgentImage(script="app.py")})) as server:
-    boto3.client("bedrock-agentcore", endpoint_url=server.url, ...)
+    options = AgentCoreServerOptions(images={"math": AgentImage(script="app.py")})
+    async with AgentCoreServer(options) as server:
+        boto3.client("bedrock-agentcore", endpoint_url=server.url, ...)
+
+`FilterLogEvents` finds log streams by the prefix `YYYY/MM/DD/[runtime-logs-SESSION]`, whatever the day;
+patterns and times are not modelled. `/_acr/sessions` and `/_acr/stats` show sessions and counters.
 """
 
 from __future__ import annotations
@@ -49,7 +53,10 @@ _AUTHORIZATION = re.compile(
 def signature_problem(
     secret: str, method: str, path: str, query: str, headers: Mapping[str, str], body: bytes
 ) -> str | None:
-    """Why a request is not accepted; None if it is. `path` and `query` are as they were sent."""
+    """Why a request's AWS Signature Version 4 is invalid; None if it is valid.
+
+    `path` and `query` are as sent, without decoding.
+    """
     match = _AUTHORIZATION.fullmatch(headers.get("authorization", ""))
     if match is None:
         return "Missing Authentication Token: the request is not signed"
@@ -105,7 +112,7 @@ async def answer_logs(request: ApiRequest, folder: Path) -> None:
 
 
 def _log_files(folder: Path, session_id: str) -> list[Path]:
-    """One for each time the session was started, oldest first."""
+    """Log of each start of the session, oldest first."""
     number = re.compile(rf"^{re.escape(session_id)}-(\d+)\.log$")
     found = ((number.match(path.name), path) for path in folder.iterdir())
     return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
@@ -134,6 +141,8 @@ CARD = "/invocations/.well-known/agent-card.json"
 
 
 class LocalAgentCoreApp:
+    """ASGI app with the routes of both planes."""
+
     def __init__(
         self,
         control: ControlPlane,
@@ -267,33 +276,48 @@ async def _answer_control(request: ApiRequest, make: Callable[[bytes], Reply]) -
 
 
 class AgentCoreServerOptions(Struct, frozen=True, kw_only=True):
-    """`allow` are the HOST:PORT that sandboxed programs reach; plain processes reach everything."""
+    """Settings of the server."""
 
     images: Mapping[str, AgentImage] = field(default_factory=dict)
+    """Programs by image name."""
     isolation: Literal["sandbox", "none"] = "sandbox"
+    """Host of the programs: sandboxes, or plain processes for `none`."""
     allow: tuple[tuple[str, int], ...] = ()
+    """Addresses that sandboxed programs reach, as host and port; plain processes reach everything."""
     mounts: tuple[str, ...] = ()
+    """Further paths that sandboxed programs see, read-only."""
     warm: tuple[str, ...] = ()
+    """Names of modules that fork servers import in advance."""
     limits: ResourceLimits = ResourceLimits()
+    """Resource limits of each sandbox."""
     quotas: Quotas = Quotas()
+    """Quotas and rate limits of the service."""
     pace: Timings = Timings()
+    """Durations of starts and responses."""
     account: Account = Account()
+    """AWS account and region."""
     faults: Mapping[str, InjectedFault] = field(default_factory=dict)
+    """Injected faults by kind; empty injects none."""
     seed: int = 0
+    """Seed of the fault draws."""
     signed: bool = False
+    """Whether to reject requests without an AWS signature; signatures are not verified."""
     secret_key: str = ""
-    """Secret access key that all requests must be signed with; empty: signatures are not verified."""
+    """Secret access key that all requests must be signed with; empty does not verify signatures."""
     logs: Path | None = None
+    """Directory for session logs; None uses a temporary one."""
 
 
 class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Signals are for whoever runs the event loop."""
+        """Leave signals to the owner of the event loop."""
         yield
 
 
 class AgentCoreServer:
+    """Local AgentCore server; use it with `async with`. `url` is its address."""
+
     def __init__(
         self,
         options: AgentCoreServerOptions,
@@ -301,7 +325,9 @@ class AgentCoreServer:
         *,
         http: Literal["auto", "h11", "httptools"] = "auto",
     ) -> None:
-        """`http` is the parser: httptools where it is installed, else h11."""
+        """Without `listener`, listen on a free port of 127.0.0.1. `http` is uvicorn's HTTP parser; `auto`
+        prefers httptools.
+        """
         self._http: Literal["auto", "h11", "httptools"] = http
         self._options = options
         self._listener = listener

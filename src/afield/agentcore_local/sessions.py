@@ -1,8 +1,9 @@
-"""LocalSessions: one isolated host for each session id, from the invoke that starts it until it is reaped.
+"""Sessions of the local AgentCore server: one isolated host each.
 
-Many invokes at the same cold session are one start. A session ends when it is stopped, when it was
-idle or alive for too long, or when its program dies; the next invoke with its id starts a fresh one.
-An invoke that is being answered, and a `/ping` of HealthyBusy with `time_of_last_update`, keep it alive.
+1. Concurrent invokes of a cold session share one start.
+2. A session ends when it is stopped, idle or alive for too long, or when its program dies. The next invoke
+with its id starts a fresh one.
+3. An open invoke, or a `/ping` answer of HealthyBusy with `time_of_last_update`, keeps a session alive.
 """
 
 from __future__ import annotations
@@ -37,13 +38,18 @@ Key = tuple[str, str, str]  # runtime id, endpoint, session id
 
 
 class Timings(Struct, frozen=True, kw_only=True):
-    """How long things take here. `speed` makes lifecycles and request limits run that many times faster."""
+    """Durations of the server."""
 
     cold_start_s: float = 0.0
+    """Minimum duration of a session start, in seconds."""
     init_s: float = 30.0
+    """Time limit from the start of a program until it answers `/ping`, in seconds."""
     speed: float = 1.0
+    """Divisor of session lifetimes, idle timeouts and response time limits, for fast tests."""
     answer_s: float = 900.0
+    """Time limit until a program's response begins, in seconds."""
     stream_s: float = 3600.0
+    """Time limit for the body of a response, in seconds."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -53,12 +59,16 @@ class Timings(Struct, frozen=True, kw_only=True):
 
 
 class SessionSpec(Struct, frozen=True, kw_only=True):
-    """What a session is started from."""
+    """Program and settings of a session."""
 
     image: AgentImage
+    """Program to start."""
     version: str
+    """Version of the agent runtime."""
     env: Mapping[str, str]
+    """Environment variables of the program."""
     lifecycle: Lifecycle
+    """Lifetime limits."""
 
 
 class _Ping(Struct, frozen=True):
@@ -67,6 +77,8 @@ class _Ping(Struct, frozen=True):
 
 
 class LocalSession:
+    """One session."""
+
     def __init__(self, key: Key, wanted: SessionSpec) -> None:
         loop = asyncio.get_running_loop()
         self.key, self.wanted = key, wanted
@@ -74,7 +86,7 @@ class LocalSession:
         self.since = time.time()
         self.invokes = self.answering = 0
         self.ready: asyncio.Future[ProgramHost] = loop.create_future()
-        # There may be nobody left who waits for it.
+        # Retrieve the exception, since no task may be waiting for it.
         self.ready.add_done_callback(lambda ready: ready.exception())
         self.over: asyncio.Future[str] = loop.create_future()
         self.removed = asyncio.Event()
@@ -82,6 +94,7 @@ class LocalSession:
 
     @contextmanager
     def busy(self) -> Generator[None]:
+        """Count an open invoke, which keeps the session alive."""
         self.answering += 1
         self.invokes += 1
         try:
@@ -91,7 +104,7 @@ class LocalSession:
             self.active = asyncio.get_running_loop().time()
 
     def end(self, why: str) -> None:
-        """The first reason counts."""
+        """End the session; the first reason counts."""
         if not self.over.done():
             self.over.set_result(why)
 
@@ -114,6 +127,8 @@ class LocalSession:
 
 
 class LocalSessions:
+    """Sessions of the server, by runtime, endpoint and session id."""
+
     def __init__(
         self, hosts: ProgramHosts, quotas: Quotas, pace: Timings, faults: FaultInjector, counts: CallCounts
     ) -> None:
@@ -135,12 +150,12 @@ class LocalSessions:
         return self._alive.get(key)
 
     async def enter(self, key: Key, wanted: SessionSpec) -> LocalSession:
-        """The session, started if there is none. Raises the ServiceError of one that cannot be."""
+        """Return the session, started if necessary; raises ServiceError if it cannot start."""
         while (session := self._alive.get(key)) is not None and session.over.done():
             await session.removed.wait()
         if session is None:
             session = self._begin(key, wanted)
-        # Shielded: a client that goes away does not end a start that others wait for.
+        # Shield: a client that disconnects must not cancel a start that others wait for.
         await asyncio.shield(session.ready)
         return session
 
@@ -155,7 +170,7 @@ class LocalSessions:
         return session
 
     async def stop(self, session: LocalSession, why: str = "stopped") -> None:
-        """Until nothing of it is left and its id is free again."""
+        """End a session and wait until its id is free again."""
         session.end(why)
         await session.removed.wait()
 
@@ -188,7 +203,7 @@ class LocalSessions:
     async def _remove(
         self, session: LocalSession, starting: asyncio.Task[ServiceError | None], problem: ServiceError | None
     ) -> None:
-        """Whoever waited for it is told when its id is free again."""
+        """Kill the program, free the id, then fail the invokes that waited for the start."""
         session.end("closed")
         starting.cancel()
         await asyncio.wait({starting})
@@ -217,7 +232,7 @@ class LocalSessions:
             said = tail(session.host.log, TAIL_BYTES) if session.host else ""
             message = f"Runtime initialization time exceeded: no /ping within {pace.init_s:g} s. {said}"
             return ServiceError("RuntimeClientError", message.strip())
-        except OSError as error:  # of this machine: too many open files, say; the other sessions go on
+        except OSError as error:  # local problem, such as too many open files; other sessions continue
             return ServiceError("InternalServerException", f"the session cannot be started: {error}")
         await asyncio.sleep(began + pace.cold_start_s - asyncio.get_running_loop().time())
         return problem
@@ -237,7 +252,7 @@ class LocalSessions:
             ended.cancel()
 
     async def _watch(self, session: LocalSession, host: ProgramHost) -> None:
-        """Until it is over, one way or another."""
+        """Wait until the session ends: program exit, idle timeout, lifetime, fault or `end`."""
         loop = asyncio.get_running_loop()
         ended = asyncio.ensure_future(host.ended())
         lifecycle, speed = session.wanted.lifecycle, self._pace.speed
@@ -276,7 +291,7 @@ class LocalSessions:
 
 
 async def _ping(host: ProgramHost) -> _Ping | None:
-    """What the program says to `/ping`, or None where it does not answer."""
+    """The program's answer to `/ping`; None if it does not answer with status 200."""
     try:
         async with (
             asyncio.timeout(PING_S),
@@ -294,6 +309,6 @@ async def _ping(host: ProgramHost) -> _Ping | None:
 
 
 def _file_name(session_id: str, number: int) -> str:
-    """LocalSession ids may hold any character."""
+    """Name of a log file; session ids may contain any character."""
     name = session_id if SAFE.match(session_id) else hashlib.sha256(session_id.encode()).hexdigest()
     return f"{name}-{number}"

@@ -40,8 +40,8 @@ class Program(Struct, frozen=True, kw_only=True):
     """`file.py:name` or `package.module:name`, imported once in the fork parent and served on 127.0.0.1 in
     each sandbox.
 
-    Regular files that it opens at import are reopened read-only in each sandbox; other descriptors are
-    closed.
+    Regular files that it opens at import are reopened read-only in each sandbox; its other descriptors are
+    replaced by /dev/null.
     """
     script: str = ""
     """Python file that runs as `__main__` in each sandbox; the fork parent imports its top-level imports. It
