@@ -1,1 +1,1 @@
-"""Engines sample tokens: `torch` is embedded, `scripted` is for tests, `ledger` watches any of them."""
+"""Inference engines: vLLM and SGLang servers, embedded torch, scripted replies for tests."""

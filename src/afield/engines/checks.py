@@ -7,9 +7,9 @@ from afield.interfaces.engine import EngineInfo, GenerateRequest, LogprobMode
 
 
 def check_call(call: GenerateRequest, info: EngineInfo, *, ids: bool = True) -> None:
-    """Raise ValueError for a call that the engine can never answer.
+    """Raise ValueError for a call that the engine cannot serve.
 
-    With `ids` false the token ids are not compared with the vocabulary: the server does that itself.
+    `ids=False` skips the comparison of token ids with the vocabulary, for servers that check it themselves.
     """
     if not call.prompt_ids:
         raise ValueError(f"call {call.id!r} has an empty prompt; it needs at least one id")
@@ -36,8 +36,10 @@ def check_call(call: GenerateRequest, info: EngineInfo, *, ids: bool = True) -> 
 
 
 def check_mode(call: GenerateRequest, mode: LogprobMode, url: str, remedy: str) -> None:
-    """Raise ValueError for sampling parameters under which the server reports other log-probabilities
-    than those of the distribution it samples from."""
+    """Raise ValueError when the server would not report log-probabilities of the sampled distribution.
+
+    That depends on the sampling parameters of the call and the server's log-probability `mode`.
+    """
     sampling = call.sampling
     if mode == "processed" or sampling.temperature == 0:
         return

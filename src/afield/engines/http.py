@@ -2,8 +2,8 @@
 
 1. Server failures raise `Unavailable` with the URL: refused or dropped connections, 5xx, unexpected JSON,
    no bytes for `idle_s`. Status 400, 413 and 422 are the caller's fault: ValueError.
-2. The idle timeout counts between two reads, and pauses with generation while `paused` is true.
-3. Closing a response early closes its connection, which servers take as a cancel.
+2. The idle timeout counts between two reads, and stops while generation is paused (`held`).
+3. Closing a response early closes its connection, which servers treat as a cancellation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ KEEP_S = 4.0  # uvicorn drops idle connections after 5
 
 
 class IdleTimer:
-    """Calls `late` when `hear` was not called for `seconds`. `hear` costs one assignment."""
+    """Calls `late` when `hear` was not called for `seconds`; the timer stops while `held()` is true.
+
+    `hear` costs one assignment, unlike rescheduling a timeout for every read.
+    """
 
     def __init__(self, seconds: float, held: Callable[[], bool], late: Callable[[], None]) -> None:
         self._seconds, self._held, self.late = seconds, held, late
@@ -54,7 +57,7 @@ class IdleTimer:
 
 
 class EngineHttpClient:
-    """HTTP client of one server. `held` tells whether its generation is paused."""
+    """HTTP client of one server. `held` returns whether its generation is paused."""
 
     def __init__(
         self, url: str, *, api_key: str | None, idle_s: float, held: Callable[[], bool] = lambda: False
@@ -94,7 +97,7 @@ class EngineHttpClient:
         idle_s: float | None = None,
         still: bool = False,
     ) -> bytes:
-        """Body of a response with status 200. With `still`, a paused server does not time out."""
+        """Body of a response; raises unless the status is 200. With `still`, a paused server may be idle."""
         limit = idle_s or self._idle_s
         async with self._answer(method, path, body, headers or {}, limit, still=still) as (response, _):
             data = await response.read()
@@ -187,17 +190,17 @@ LONGEST = 64 << 20
 
 
 class SseParser:
-    """Parser of server-sent events from bytes that may be cut anywhere, also inside a character."""
+    """Incremental parser of server-sent events; input may be split at any byte."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The data of every event that these bytes complete, without comments and other fields."""
+        """Parse bytes; returns the data of every completed event, without comments and other fields."""
         data = self._rest + data
         held = b""
         if b"\r" in data:
-            # A carriage return at the end may be half of a line end.
+            # A carriage return at the end may be half of a CRLF.
             if data.endswith(b"\r"):
                 data, held = data[:-1], b"\r"
             data = data.replace(b"\r\n", b"\n")

@@ -25,25 +25,41 @@ class AdapterConfig(Struct, frozen=True, kw_only=True):
     """Fields of peft's adapter_config.json that change the merged weights; see `unfit`."""
 
     peft_type: str = "LORA"
+    """Adapter type; only LORA can be merged."""
     r: int
+    """Rank."""
     lora_alpha: float
+    """Alpha; the scale is alpha divided by the rank."""
     use_rslora: bool = False
+    """Whether the scale is alpha divided by the root of the rank (rsLoRA)."""
     use_dora: bool = False
+    """Weight-decomposed LoRA (DoRA); not supported."""
     fan_in_fan_out: bool = False
+    """Transposed weights; not supported."""
     bias: str = "none"
+    """Trained biases; only "none" is supported."""
     lora_bias: bool = False
+    """Bias of factor B; not supported."""
     modules_to_save: list[str] | None = None
+    """Fully trained modules; not supported."""
     alpha_pattern: dict[str, float] = {}
+    """Alpha by layer name pattern, instead of `lora_alpha`."""
     layer_replication: list[list[int]] | None = None
+    """Replicated layers; not supported."""
     alora_invocation_tokens: list[int] | None = None
+    """Activated LoRA (aLoRA); not supported."""
     target_parameters: list[str] | None = None
+    """Adapted parameters instead of modules; not supported."""
     trainable_token_indices: dict[str, list[int]] | list[int] | None = None
+    """Trained token embeddings; not supported."""
     use_qalora: bool = False
+    """Quantisation-aware LoRA; not supported."""
     use_bdlora: dict[str, object] | bool | None = None
+    """Block-diagonal LoRA; not supported."""
 
     @property
     def unfit(self) -> str | None:
-        """The first field that keeps the adapter from being merged; None if it can be."""
+        """First field that prevents merging the adapter; None if it can be merged."""
         if self.peft_type != "LORA":
             return f"peft_type {self.peft_type!r}"
         others: dict[str, object] = {
@@ -63,10 +79,12 @@ class AdapterConfig(Struct, frozen=True, kw_only=True):
 
 
 def is_adapter(path: str | Path) -> bool:
+    """Whether the directory has an adapter_config.json."""
     return (Path(path) / CONFIG).is_file()
 
 
 def read_config(path: Path) -> AdapterConfig:
+    """Read adapter_config.json; raises UsageError if it is invalid."""
     try:
         return msgspec.json.decode((path / CONFIG).read_bytes(), type=AdapterConfig)
     except msgspec.MsgspecError as error:
@@ -74,7 +92,7 @@ def read_config(path: Path) -> AdapterConfig:
 
 
 class AdapterLease:
-    """One call's hold on an adapter version; `id` is the request id at the server."""
+    """Use of an adapter version by one call; `id` is the request id at the server."""
 
     __slots__ = ("id", "revoked", "version")
 
@@ -85,7 +103,7 @@ class AdapterLease:
 
 
 class AdapterLeases:
-    """Adapter versions in use. `newest` serves new calls; None while no adapter is served."""
+    """Adapter versions in use. New calls get `newest`; None while no adapter is served."""
 
     def __init__(self) -> None:
         self.newest: int | None = None
@@ -93,7 +111,7 @@ class AdapterLeases:
 
     @contextmanager
     def held(self) -> Iterator[AdapterLease | None]:
-        """A lease on the newest version, for the length of the block."""
+        """Hold a lease on the newest version for the length of the block; None without an adapter."""
         if self.newest is None:
             yield None
             return
@@ -108,10 +126,11 @@ class AdapterLeases:
                 del self._held[lease.version]
 
     def in_use(self, version: int) -> bool:
+        """Whether the version is the newest or a call holds it."""
         return version == self.newest or version in self._held
 
     def revoke(self, room: int) -> list[AdapterLease]:
-        """Revoke the leases of the oldest versions, until at most `room` versions are in use."""
+        """Revoke leases of the oldest versions until at most `room` versions are in use; returns them."""
         kept = sorted({*self._held, *([] if self.newest is None else [self.newest])})[-room:] if room else []
         gone = [lease for version, held in self._held.items() if version not in kept for lease in held]
         for lease in gone:

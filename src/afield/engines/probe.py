@@ -21,11 +21,11 @@ from afield.types import FinishReason, Sampling
 PROMPT = (3, 1, 4, 1, 5)
 TOKENS = 12
 LONG = 4096
-SAME = 1e-3  # batches of another size change the last bits
+SAME = 1e-3  # tolerated difference of log-probabilities: batch size changes the last bits
 MODE_PROMPTS = ((1, 2, 3), (3, 1), (5, 6, 7, 8))
 MODE_TOKENS = 8
 COLD = 0.1
-CERTAIN = -0.02  # above it, a token's log-probability says nothing about the mode
+CERTAIN = -0.02  # log-probabilities above this cannot distinguish the modes
 TokenLogprobs = list[tuple[int, float]]
 
 
@@ -33,7 +33,7 @@ class ProbeReport(Struct, frozen=True, kw_only=True):
     """Result of probing a worker that may be used."""
 
     info: EngineInfo
-    """Facts about the engine, with the notes of the probe."""
+    """Properties of the engine, with the notes of the probe."""
     seeded: bool
     """Whether the same seed samples the same tokens."""
 
@@ -54,7 +54,7 @@ async def probe(engine: Engine) -> ProbeReport:
 
 
 async def checked(engine: Engine) -> EngineInfo:
-    """`probe` for an engine pool: the worker's facts, or the error why it cannot be used."""
+    """Probe a worker for an engine pool; raises UsageError if it cannot be used."""
     return (await probe(engine)).info
 
 
@@ -122,7 +122,7 @@ async def _check_stop(engine: Engine, free: list[Chunk], info: EngineInfo) -> No
 
 
 async def _check_context(engine: Engine, info: EngineInfo) -> None:
-    """The claimed context length works to its last token; of a long context only the first `LONG`."""
+    """Check the claimed context length to its last token, at most `LONG` tokens of it."""
     length = min(info.max_context, LONG) - 1
     expected = min(2, info.max_context - length)
     try:
@@ -139,7 +139,7 @@ async def _check_context(engine: Engine, info: EngineInfo) -> None:
 
 
 async def _check_mode(engine: Engine, info: EngineInfo) -> None:
-    """Measures a claim of processed log-probabilities; engines with another mode refuse calls themselves."""
+    """Verify a claim of processed log-probabilities; engines with another mode refuse calls themselves."""
     if info.logprobs != "processed":
         return
 
@@ -164,6 +164,7 @@ async def _repeats(engine: Engine) -> bool:
 
 
 def mode_call(prompt: tuple[int, ...], **sampling: float) -> GenerateRequest:
+    """Short call for measuring a server."""
     return GenerateRequest(
         id="probe",
         session_id="probe",
@@ -192,7 +193,7 @@ async def measure_logprob_mode(sample: Callable[[GenerateRequest], Awaitable[Tok
 
 
 def _moved(greedy: TokenLogprobs, forced: TokenLogprobs) -> int:
-    """Tokens whose log-probability moved towards 0 when forced, less those where it stayed."""
+    """Number of tokens whose log-probability moved towards 0 when forced, minus those where it stayed."""
     score = 0
     for (token, p), (other, q) in zip(greedy, forced, strict=False):
         if token != other:

@@ -24,9 +24,14 @@ from afield.wire import decode, encode
 
 
 class CallStatus(StrEnum):
+    """Outcome of a recorded call."""
+
     COMPLETE = "complete"
+    """The engine sent a finish reason."""
     ABANDONED = "abandoned"
+    """The caller closed the stream early."""
     FAILED = "failed"
+    """The engine raised Unavailable."""
 
 
 class RecordedCall(Struct, frozen=True, kw_only=True):
@@ -45,14 +50,15 @@ class RecordedCall(Struct, frozen=True, kw_only=True):
     versions: tuple[VersionSpan, ...]
     """Weight versions, counted from the first sampled token."""
     finish: FinishReason | None
-    """None if the call did not end."""
+    """Finish reason; None if the call did not end."""
     sampling: Sampling
     """Sampling parameters of the call."""
     served: CallStatus
+    """Outcome of the call."""
 
 
 class RecordingEngine:
-    """An engine that records the calls of another: in `recorded`, or as JSON lines in the file at `path`."""
+    """Engine wrapper that records calls in `recorded`, or as JSON lines in the file at `path`."""
 
     def __init__(self, engine: Engine, path: str | Path | None = None) -> None:
         self._engine = engine
@@ -83,12 +89,13 @@ class RecordingEngine:
         if self._path is None:
             self.recorded.append(entry)
             return
-        # Opened each time: calls that a closing engine fails are written after it has closed.
+        # Opened each time, because calls that fail as the engine closes are written after `__aexit__`.
         with self._path.open("ab") as file:
             file.write(encode(entry) + b"\n")
 
 
 def read_recording(path: str | Path) -> list[RecordedCall]:
+    """Read the JSON lines that `RecordingEngine` wrote."""
     lines = Path(path).read_bytes().splitlines()
     return [decode(line, RecordedCall, f"{path}, line {n}") for n, line in enumerate(lines, 1)]
 
@@ -96,7 +103,10 @@ def read_recording(path: str | Path) -> list[RecordedCall]:
 async def record(
     call: GenerateRequest, chunks: AsyncGenerator[Chunk], write: Callable[[RecordedCall], None]
 ) -> AsyncGenerator[Chunk]:
-    """Pass chunks on; writes a record when the call ends, fails or is abandoned."""
+    """Yield chunks unchanged; writes a record when the call ends, fails or is abandoned.
+
+    A refused call (ValueError) leaves no record.
+    """
     seen: list[Chunk] = []
     owed: CallStatus | None = CallStatus.ABANDONED
     try:

@@ -1,6 +1,6 @@
 """Base class of engines behind a URL: connect, generate, pause, load weights.
 
-1. Entering the engine reads the server's facts; `info` reads its weight version every time.
+1. Entering the engine reads and measures the server's properties; `info` reads its weight version each time.
 2. Weights are loaded while generation is paused, so that no token is sampled from half of them. After a
    failed load the engine refuses calls until a later load succeeds.
 3. A server that answers with older weights than before was restarted: the engine refuses calls.
@@ -32,9 +32,9 @@ from afield.types import Constraint, FinishReason, VersionSpan
 from afield.wire import encode
 
 log = logging.getLogger("afield.engines")
-SURE = 0.1
-# One letter after a text of no tokens: older releases of xgrammar do not know `max_tokens`. Token ids are
-# not used, see `chat.reply_grammar`.
+SURE = 0.1  # nats below 0 that still count as probability 1
+# Grammar of one letter after a text of 0 tokens: older xgrammar releases reject `max_tokens`. It has no token
+# ids, see `chat.reply_grammar`.
 PROBE = Constraint(
     grammar=encode(
         {
@@ -54,6 +54,8 @@ LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
 class RemoteEngine(ABC):
+    """Engine behind a URL; subclasses implement the server's endpoints."""
+
     remedy = ""
     """How to make the server report processed log-probabilities."""
 
@@ -67,8 +69,16 @@ class RemoteEngine(ABC):
         idle_s: float = 120.0,
         answer_s: float = 900.0,
     ) -> None:
-        """`version` is the version of weights the server has no label for. `idle_s` limits the time between
-        two reads of a stream, `answer_s` the time to wait for a whole response."""
+        """Create an engine; `async with` connects it.
+
+        Args:
+            url: base URL of the server.
+            version: version of weights that the server does not label.
+            vocab_size: vocabulary size for checking token ids; None leaves the check to the server.
+            api_key: bearer token; None sends none.
+            idle_s: seconds between two reads of a stream before the call fails.
+            answer_s: seconds to wait for a response without streaming.
+        """
         self._http = EngineHttpClient(
             url, api_key=api_key, idle_s=idle_s, held=lambda: self._held or self._swapping
         )
@@ -78,7 +88,7 @@ class RemoteEngine(ABC):
         self._held = self._swapping = False
         self._spoiled: str | None = None
         self._lost: int | None = None  # version that a restarted server has lost
-        self._ends = 0  # how often loading weights ended all calls
+        self._ends = 0  # number of weight loads that aborted all calls
         self._loading = asyncio.Lock()
         self._leases = AdapterLeases()
         self._known: EngineInfo | None = None
@@ -96,7 +106,7 @@ class RemoteEngine(ABC):
         self._known = None
         try:
             if self._held:
-                # The next client would wait for ever.
+                # Otherwise the next client waits forever.
                 with suppress(Unavailable):
                     await self._thaw()
                 self._held = False
@@ -104,7 +114,7 @@ class RemoteEngine(ABC):
             await self._http.__aexit__(*exc)
 
     async def info(self) -> EngineInfo:
-        """Facts about the server, with its current version; raises Unavailable when it is gone."""
+        """Properties of the server with its current weight version; raises Unavailable if it is down."""
         facts = self._entered()
         await self._refresh()
         if self._lost is not None and self._version >= self._lost:
@@ -127,7 +137,7 @@ class RemoteEngine(ABC):
                 async with aclosing(pieces):
                     async for chunk in pieces:
                         interrupted = ends != self._ends or (lease is not None and lease.revoked)
-                        # A server cannot begin in the middle of a grammar.
+                        # A server cannot continue in the middle of a grammar.
                         resumes = (
                             interrupted and call.constraint is None and chunk.finish is FinishReason.ABORTED
                         )
@@ -155,7 +165,7 @@ class RemoteEngine(ABC):
                 await self._adopt(version, path)
                 await self._expect(version)
                 return
-            # A wrong path may end the server, so a local one is checked first.
+            # A wrong path may crash the server, so a local path is checked first.
             near = urlsplit(self.url).hostname in LOOPBACK
             if near and not (Path(path) / "config.json").is_file():
                 raise UsageError(
@@ -165,7 +175,7 @@ class RemoteEngine(ABC):
             await self._check_weights(version, path)
             self._swapping = True
             try:
-                # Inside `try`: the server may have paused although its response was lost.
+                # Inside `try`, because the server may pause although its response is lost.
                 await self._freeze()
                 await self._swap_or_spoil(version, path)
             finally:
@@ -188,26 +198,34 @@ class RemoteEngine(ABC):
     # --- implemented per server -------------------------------------------------------------------
 
     @abstractmethod
-    async def _learn(self) -> EngineInfo: ...
+    async def _learn(self) -> EngineInfo:
+        """Read and measure the properties of the server."""
+        ...
 
     @abstractmethod
     async def _refresh(self) -> None:
         """Set `_version` to the version that the server reports."""
 
     def _check_manageable(self, what: str) -> None:  # noqa: B027 (most servers are)
-        """Raise UsageError, with the remedy, when the server cannot do this."""
+        """Raise UsageError, with the remedy, when the server cannot do `what`."""
 
     @abstractmethod
-    async def _freeze(self) -> None: ...
+    async def _freeze(self) -> None:
+        """Pause generation on the server."""
+        ...
 
     @abstractmethod
-    async def _thaw(self) -> None: ...
+    async def _thaw(self) -> None:
+        """Resume generation on the server."""
+        ...
 
     @abstractmethod
-    async def _swap(self, version: int, path: str) -> None: ...
+    async def _swap(self, version: int, path: str) -> None:
+        """Replace the weights while generation is paused."""
+        ...
 
     async def _make_room(self) -> None:  # noqa: B027 (not every server has adapters)
-        """Free adapter slots: another process may have loaded a newer adapter than our calls use."""
+        """Free adapter slots: another process may have loaded a newer adapter than the calls here use."""
 
     async def _check_weights(self, version: int, path: str) -> None:  # noqa: B027 (most servers take any)
         """Raise UsageError for weights that this server would load wrongly."""
@@ -221,12 +239,14 @@ class RemoteEngine(ABC):
         """Label the weights that another process has loaded."""
 
     @abstractmethod
-    def _whole(self, call: GenerateRequest, lease: AdapterLease | None = None) -> AsyncGenerator[Chunk]: ...
+    def _whole(self, call: GenerateRequest, lease: AdapterLease | None = None) -> AsyncGenerator[Chunk]:
+        """Chunks of a call without streaming."""
+        ...
 
     @abstractmethod
-    def _streamed(
-        self, call: GenerateRequest, lease: AdapterLease | None = None
-    ) -> AsyncGenerator[Chunk]: ...
+    def _streamed(self, call: GenerateRequest, lease: AdapterLease | None = None) -> AsyncGenerator[Chunk]:
+        """Chunks of a streamed call."""
+        ...
 
     # --- shared -----------------------------------------------------------------------------------
 
@@ -236,7 +256,7 @@ class RemoteEngine(ABC):
         return self._known
 
     def _limit(self, call: GenerateRequest) -> int:
-        """Number of tokens to ask for; raises for a call that cannot be served."""
+        """Maximum number of tokens to request; raises for a call that cannot be served."""
         info = self._entered()
         if self._spoiled:
             raise Unavailable(self._spoiled)
@@ -251,8 +271,10 @@ class RemoteEngine(ABC):
         return min(call.max_tokens, info.max_context - len(call.prompt_ids))
 
     async def _holds(self) -> bool:
-        """Whether the server enforces constraints and reports log-probabilities under their masks, as
-        `afield.masks` does. A grammar of one letter must give one token with probability 1."""
+        """Measure whether the server enforces constraints and reports log-probabilities under their masks.
+
+        A grammar of one letter must give one token with probability 1, as `afield.masks` does.
+        """
         drawn: TokenLogprobs = []
         try:
             for prompt in MODE_PROMPTS:
@@ -268,7 +290,7 @@ class RemoteEngine(ABC):
         return [pair for chunk in drawn for pair in zip(chunk.token_ids, chunk.logprobs, strict=True)]
 
     def _expanded(self, call: GenerateRequest, prompt_ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """The prompt that the server reports, if images made it another one."""
+        """Prompt as the server reports it, if images expanded it; None if it is unchanged."""
         if prompt_ids is None or prompt_ids == call.prompt_ids:
             return None
         if not call.images:
@@ -285,22 +307,24 @@ class RemoteEngine(ABC):
         self._spoiled = self._lost = None
 
     def _check_kept(self, version: int, before: int) -> None:
-        """Notice a restart: a reply has `version`, and the server had version `before` when the call began.
+        """Detect a server restart: the reply's `version` is older than that `before` the call.
 
-        With adapters, the reported version is that of the base weights.
+        Skipped while an adapter is served, because the reported version is then that of the base weights.
         """
         if version < before and self._leases.newest is None:
             self._lost = max(before, self._lost or 0)
 
     async def _expect(self, version: int) -> None:
-        """Raise Unavailable unless the server itself reports the version: a load balancer may have sent the
-        order to another one."""
+        """Raise Unavailable unless the server reports the version.
+
+        A load balancer may have routed the command to another server.
+        """
         await self._refresh()
         if self._version != version:
             raise Unavailable(f"{self.url} was sent version {version} but reports {self._version}")
 
     async def _order(self, path: str, body: Any = None) -> bytes:
-        """POST an admin command; every failure is Unavailable."""
+        """POST an admin command; every failure raises Unavailable."""
         try:
             return await self._http.ask("POST", path, body, idle_s=self._answer_s)
         except ValueError as error:
@@ -308,7 +332,7 @@ class RemoteEngine(ABC):
 
 
 def _rest(call: GenerateRequest, sampled: list[int]) -> GenerateRequest:
-    """The call without the tokens that were sampled already."""
+    """Continuation of a call: sampled tokens become part of the prompt."""
     if not sampled:
         return call
     return structs.replace(
@@ -319,42 +343,48 @@ def _rest(call: GenerateRequest, sampled: list[int]) -> GenerateRequest:
     )
 
 
-# --- versions, errors and gauges as servers report them ---------------------------------------------
+# --- server responses: versions, errors, gauges -----------------------------------------------------
 
 
 class ModelCard(Struct):
     """Entry of `/v1/models`: a model or a LoRA adapter."""
 
     id: str
+    """Model name for requests."""
     max_model_len: int | None = None
-    """Context length; None for SGLang and for adapters."""
+    """Context length in tokens; None for SGLang and for adapters."""
     parent: str | None = None
-    """The base model of an adapter (vLLM)."""
+    """Base model of an adapter (vLLM); None for a model."""
 
 
 class ModelList(Struct):
     """Body of `/v1/models`."""
 
     data: list[ModelCard]
+    """Served models and adapters."""
 
 
 MODELS = msgspec.json.Decoder(ModelList)
 
 
 class LabelSpan(Struct):
-    """Tokens `start` to `end` that one labelled version sampled."""
+    """Range of sampled tokens with one weight label."""
 
     version: str
+    """Weight label of the server; see `as_version`."""
     start: int
+    """Index of the first token."""
     end: int
+    """Index after the last token."""
 
 
 class StreamError(Struct):
-    """Error event of a stream; streams have no status of their own."""
+    """Error event of a stream."""
 
     message: str = ""
+    """Error message of the server."""
     code: int | None = None
-    """HTTP status that a response without streaming would have."""
+    """HTTP status that a response without streaming would have; None if the server sends none."""
 
     def as_error(self, url: str) -> Exception:
         if self.code in CALLERS_FAULT:
@@ -363,7 +393,7 @@ class StreamError(Struct):
 
 
 def exact_spans(spans: list[LabelSpan], length: int, initial: int, url: str) -> tuple[VersionSpan, ...]:
-    """A server's spans as `VersionSpan`s; raises Unavailable unless they cover all `length` tokens."""
+    """Convert a server's spans; raises Unavailable unless they cover all `length` tokens."""
     named = (
         (span.start, span.end, as_version(span.version, initial)) for span in spans if span.end > span.start
     )
@@ -388,7 +418,7 @@ class CallProgress:
         return self._ids
 
     def add(self, chunk: Chunk, resumes: bool) -> Chunk:
-        """The chunk as part of the whole call, which `resumes` although this chunk ends its request."""
+        """Convert a chunk of one request to a chunk of the call; `resumes` if another request follows."""
         start = len(self._ids)
         self._ids += chunk.token_ids
         if chunk.token_ids:
@@ -409,12 +439,12 @@ class CallProgress:
 
 
 def as_version(label: str, initial: int) -> int:
-    """The version of a server's weight label; a label that is no number ("default") is its first weights."""
+    """Version of a weight label; `initial` for a label that is not a number ("default")."""
     return int(label) if label.isdecimal() else initial
 
 
 def gauge(text: bytes, name: str) -> int | None:
-    """Sum of a Prometheus gauge over all its labels; None if the server does not report it."""
+    """Sum of a Prometheus gauge over all labels; None if the server does not report it."""
     values = re.findall(
         rb"^" + re.escape(name.encode()) + rb"(?:\{[^\n]*\})? ([0-9.eE+-]+)$", text, re.MULTILINE
     )

@@ -4,8 +4,8 @@
    `read_script` makes one from a JSONL file.
 2. The engine follows the engine contract (context, `max_tokens`, stop ids, versions) and records every
    call.
-3. It fails, hangs or changes its version in the middle of a reply where the script says so.
-4. With an `image_id` it takes images, each of which stands for `image_length` ids in the prompt.
+3. Replies may fail, hang or change the weight version in the middle.
+4. With an `image_id` the engine accepts images; each expands to `image_length` ids in the prompt.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class ScriptedReply(Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...] = ()
     """Tokens to sample; cut at stop ids and `max_tokens` of the call."""
     logprobs: tuple[float, ...] | None = None
-    """Log-probability of each token; default numbers that tell tokens and positions apart."""
+    """Log-probability of each token; None uses numbers that depend on token and position."""
     finish: FinishReason | None = None
-    """Finish reason; default that of the call."""
+    """Finish reason; None derives it from stop ids and `max_tokens`."""
     chunks: tuple[int, ...] = (1,)
     """Sizes of streamed chunks in tokens, the last one repeated."""
     delay_s: float = 0.0
     """Seconds to wait before each chunk."""
     bump_after: int | None = None
-    """Number of tokens after which the engine's version grows by one."""
+    """Number of tokens after which the weight version grows by one; None never."""
     fail: Failing | None = None
-    """Failure after the tokens."""
+    """Failure after the tokens: raise Unavailable, or hang until the engine breaks; None for no failure."""
 
     def __post_init__(self) -> None:
         if not self.token_ids and self.fail is None:
@@ -66,6 +66,8 @@ Script = Callable[[GenerateRequest], ScriptedReply] | Sequence[ScriptedReply]
 
 
 class ScriptedEngine:
+    """Engine that replies from a script and records calls in `recorded` and weight loads in `loaded`."""
+
     def __init__(
         self,
         script: Script,
@@ -77,8 +79,19 @@ class ScriptedEngine:
         image_length: int = 4,
         model: str | Path | None = None,
     ) -> None:
-        """With a `model` directory, replies to calls with a constraint are checked against it, and a call
-        that the script has no reply for is sampled from its masks."""
+        """Create an engine.
+
+        Args:
+            script: function from call to reply, or replies used in order.
+            version: initial weight version.
+            max_context: prompt plus reply length in tokens.
+            vocab_size: number of token ids.
+            image_id: placeholder id of images; None refuses images.
+            image_length: ids per image in the expanded prompt.
+            model: directory with a tokenizer, for calls with a constraint: scripted replies are checked
+                against the constraint, and calls without a scripted reply are sampled from its masks. None
+                ignores constraints.
+        """
         self._answer = script if callable(script) else _in_order(script)
         self._version = version
         self._max_context, self._vocab_size = max_context, vocab_size
@@ -99,7 +112,7 @@ class ScriptedEngine:
         self.break_down("the engine was closed")
 
     def break_down(self, reason: str = "the scripted engine broke") -> None:
-        """Fail all calls from now on, also those in flight. Idempotent."""
+        """Fail all running and future calls. Idempotent."""
         self._broken = self._broken or reason
         self._breaking.set()
         self._moving.set()
@@ -178,7 +191,7 @@ class ScriptedEngine:
         return answer
 
     def _masks(self, model: str | Path) -> ConstraintMasks | None:
-        """None where they cannot be made: without xgrammar."""
+        """Constraint masks of the model; None without xgrammar."""
         from afield.masks import ConstraintMasks
 
         if self._known_masks is None:
@@ -186,7 +199,7 @@ class ScriptedEngine:
         return None if self._known_masks.missing else self._known_masks
 
     def _expanded(self, call: GenerateRequest) -> tuple[int, ...]:
-        """The prompt with every image at its full length."""
+        """Prompt with every image expanded to `image_length` ids."""
         if not call.images:
             return call.prompt_ids
         if self._image_id is None:
@@ -198,7 +211,7 @@ class ScriptedEngine:
         return tuple(chain.from_iterable(longer))
 
     async def _pause(self, seconds: float) -> None:
-        # Even without a delay others get their turn, as they would with a real engine.
+        # Yields to the event loop even without a delay, as a real engine does.
         await asyncio.sleep(0)
         if seconds:
             with suppress(TimeoutError):
@@ -212,7 +225,7 @@ class ScriptedEngine:
 
 
 def _drawn(call: GenerateRequest, walker: ConstraintMatcher, vocabulary: int) -> ScriptedReply:
-    """Something that the constraint allows, all tokens alike; it ends as soon as it may."""
+    """Sample a reply uniformly from the tokens that the constraint allows; stops as soon as it may."""
     from afield.bitmasks import allowed
 
     rng = random.Random(call.draw or call.id)
@@ -241,7 +254,7 @@ def _in_order(answers: Sequence[ScriptedReply]) -> Callable[[GenerateRequest], S
 def _as_sampled(
     answer: ScriptedReply, call: GenerateRequest, room: int
 ) -> tuple[tuple[int, ...], FinishReason]:
-    """The answer's tokens up to the first stop id, `max_tokens` or the end of the context."""
+    """Tokens up to the first stop id, `max_tokens` or the end of the context, and the finish reason."""
     limit = min(call.max_tokens, room)
     stops = (n for n, token in enumerate(answer.token_ids, 1) if token in call.stop_ids)
     stop = next(stops, None)
@@ -252,7 +265,7 @@ def _as_sampled(
 
 
 def _cuts(answer: ScriptedReply, length: int, stream: bool) -> Iterator[tuple[int, int]]:
-    """Where chunks begin and end; one version never shares a chunk with the next."""
+    """Start and end of each chunk; a chunk has tokens of one weight version only."""
     sizes = chain(answer.chunks, repeat(answer.chunks[-1])) if stream else repeat(length)
     start = 0
     while start < length:
@@ -264,12 +277,12 @@ def _cuts(answer: ScriptedReply, length: int, stream: bool) -> Iterator[tuple[in
 
 
 def _logprob(token: int, position: int) -> float:
-    """Some number that tells tokens and positions apart, so that a test notices a mix-up."""
+    """Number that depends on token and position, so that a test detects a mix-up."""
     return -((token * 31 + position * 7) % 97 + 1) / 64
 
 
 def _tops(ids: Sequence[int], logprobs: Sequence[float], count: int) -> tuple[TopLogprobs, ...]:
-    """The token itself, then those before it in the vocabulary, each less likely than the one before."""
+    """Top log-probabilities: the token itself, then its neighbours in the vocabulary, ever less likely."""
     pairs = zip(ids, logprobs, strict=True)
     return tuple(_top(token, logprob, count) for token, logprob in pairs) if count else ()
 
@@ -286,11 +299,11 @@ def _prompt_tops(ids: Sequence[int], count: int | None) -> tuple[TopLogprobs, ..
     return ((), *(_top(token, _logprob(token, n), max(1, count)) for n, token in enumerate(ids[1:], 1)))
 
 
-# --- scripts in files -----------------------------------------------------------------------------
+# --- script files ---------------------------------------------------------------------------------
 
 
 class Codec(Protocol):
-    """Text to ids, special tokens recognised, and back."""
+    """Tokenizer; `encode` recognises special tokens."""
 
     def encode(self, text: str) -> Sequence[int]: ...
 
@@ -298,19 +311,26 @@ class Codec(Protocol):
 
 
 class ScriptRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A line of a script. A row with `match` answers every prompt that contains it, as often as asked;
-    the others are used up in order. `text` is ended with the call's first stop id; with `one_of` it is
-    drawn among these, by the name of the call's random numbers."""
+    """Line of a script file: one reply."""
 
     text: str | None = None
+    """Reply text; the first stop id of the call is appended."""
     one_of: tuple[str, ...] = ()
+    """Reply texts, one of which is chosen by the call's `draw` or id."""
     token_ids: tuple[int, ...] = ()
+    """Reply as token ids, instead of `text` or `one_of`."""
     logprobs: tuple[float, ...] | None = None
+    """See `ScriptedReply.logprobs`."""
     finish: FinishReason | None = None
+    """See `ScriptedReply.finish`."""
     chunks: tuple[int, ...] = (1,)
+    """See `ScriptedReply.chunks`."""
     delay_s: float = 0.0
+    """Seconds to wait before each chunk."""
     match: str | None = None
+    """Text of the prompts that this row answers, any number of times; None uses rows once, in order."""
     fail: Failing | None = None
+    """See `ScriptedReply.fail`."""
 
     def __post_init__(self) -> None:
         if (self.text is not None) + bool(self.one_of) + bool(self.token_ids) > 1:
@@ -319,6 +339,7 @@ class ScriptRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             self.answer(self.token_ids)
 
     def words(self, call: GenerateRequest) -> str | None:
+        """Reply text for a call; None for a row of token ids."""
         if not self.one_of:
             return self.text
         drawn = random.Random(call.draw or call.id).random()
@@ -336,7 +357,7 @@ class ScriptRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def read_script(path: str | Path, codec: Codec | None = None) -> Callable[[GenerateRequest], ScriptedReply]:
-    """The script in a JSONL file; rows with `text` or `match` need a codec."""
+    """Read a script from a JSONL file; rows with `text`, `one_of` or `match` need a codec."""
     rows = _read_rows(Path(path), codec)
     matching = [row for row in rows if row.match is not None]
     in_order = iter([row for row in rows if row.match is None])

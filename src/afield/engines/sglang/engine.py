@@ -5,10 +5,10 @@
 2. Versions are exact if the server reports `meta_info.weight_versions`, else an interval.
 3. SGLang's log-probabilities are after temperature but before truncation: calls with top_p or top_k are
    refused unless the probe measures otherwise.
-4. The model's own end ids end a call that has stop ids. Ids outside the vocabulary are refused: they crash
-   the server.
+4. The model's own end ids also end a call that has stop ids. Ids outside the vocabulary are refused: they
+   crash the server.
 5. An adapter serves the calls that begin after it; calls of the oldest versions continue with the newest
-   when the server has no room.
+   when the server has no adapter slot left.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from afield.errors import Unavailable, UsageError
 from afield.interfaces.engine import Chunk, EngineInfo, GenerateRequest
 from afield.types import VersionSpan
 
-FLUSH_PAUSES_S = (0.0, 0.05, 0.1, 0.3, 0.5, 1.0, 2.0, 4.0)  # the last step of an ended call takes a while
-MAX_TOP_LOGPROBS = 20  # it takes any number; nobody asks for more
-LEAST = 2  # adapters: one for the newest, one for calls in flight
+FLUSH_PAUSES_S = (0.0, 0.05, 0.1, 0.3, 0.5, 1.0, 2.0, 4.0)  # flushing fails until aborted calls have ended
+MAX_TOP_LOGPROBS = 20  # SGLang has no limit; OpenAI's API allows 20
+LEAST = 2  # adapter slots: one for the newest version, one for running calls
 ADAPTERS = (
     "start it with --enable-lora --max-loras-per-batch 2 (or more) --max-lora-rank and --lora-target-modules;"
     " or publish whole weights, with learn.lora.publish = 'merged'"
@@ -40,20 +40,22 @@ ADAPTERS = (
 
 
 class SglangEngine(RemoteEngine):
+    """Engine for an SGLang server."""
+
     remedy = "ask for top_p 1 and top_k off, and do not set SGLANG_RETURN_ORIGINAL_LOGPROB on the server"
 
     def __init__(self, url: str, **options: Any) -> None:
-        """Options are those of `RemoteEngine`."""
+        """Create an engine; `options` are those of `RemoteEngine`."""
         super().__init__(url, **options)
         self._room = 0
-        self._adapters: dict[int, str] = {}  # the server's names of versions
+        self._adapters: dict[int, str] = {}  # adapter names by version
 
     async def _learn(self) -> EngineInfo:
         served = self._http.decode(await self._http.ask("GET", "/server_info"), wire.SERVER_INFO)
         model_info = self._http.decode(await self._http.ask("GET", "/model_info"), wire.MODEL_INFO)
         self._version = as_version(model_info.weight_version, self._initial)
         self._room = served.max_loras_per_batch if served.enable_lora else 0
-        # Taken at its word until it is measured, so that the measuring calls are let through.
+        # Claims constraints until they are measured, so that `check_call` accepts the measuring calls.
         self._known = info = EngineInfo(
             kind="sglang",
             version=self._version,
@@ -76,9 +78,9 @@ class SglangEngine(RemoteEngine):
         self._version = self._leases.newest or base
 
     async def _refresh_adapters(self, base: int) -> None:
-        """A server that was started again has lost them, and answers no call that asks for one.
+        """Forget adapters that a restarted server has lost, or that newer full weights have replaced.
 
-        Whole weights that somebody else put there, newer than all of them, have taken their place.
+        `base` is the version of the full weights; another process may have loaded them.
         """
         if self._leases.newest is None:
             return
@@ -91,7 +93,7 @@ class SglangEngine(RemoteEngine):
             self._leases.newest = None
 
     async def waiting(self) -> int | None:
-        """Calls in its queue, by its load, or else by its metrics (`--enable-metrics`)."""
+        """Number of calls in the server's queue, from /get_load or /metrics; None if it reports neither."""
         status, data = await self._http.status("GET", "/get_load")
         if status == 200:
             return sum(load.num_waiting_reqs for load in self._http.decode(data, wire.LOADS))
@@ -130,7 +132,7 @@ class SglangEngine(RemoteEngine):
             async for data in reads:
                 data_events = [event for event in events.feed(data) if event != wire.DONE]
                 if last is not None or not data_events:
-                    continue  # to the end, so that the connection can be used again
+                    continue  # read to the end, so that the connection can be reused
                 chunk = self._chunk(call, self._replies(data_events), low, seen, lease)
                 seen += len(chunk.token_ids)
                 if chunk.finish is not None:
@@ -151,7 +153,7 @@ class SglangEngine(RemoteEngine):
                 raise
 
     async def _check_listed(self, lease: AdapterLease | None) -> None:
-        """A server that was started again blames the caller for an adapter that it has lost."""
+        """Raise Unavailable if a restarted server lost the adapter; it answers such calls with 400."""
         if lease is not None and self._adapters.get(lease.version) not in await self._list():
             raise Unavailable(
                 f"{self.url} lost the adapter of version {lease.version}; was it started again?"
@@ -162,7 +164,7 @@ class SglangEngine(RemoteEngine):
         return {model.id for model in listed}
 
     def _replies(self, data_events: list[bytes]) -> list[wire.SglangResponse]:
-        """The last event alone where it repeats the others."""
+        """Decode events; only the last one if it is cumulative."""
         last = self._http.decode(data_events[-1], wire.REPLY)
         if last.error is not None or len(last.output_ids) >= last.meta_info.completion_tokens:
             return [last]
@@ -180,7 +182,7 @@ class SglangEngine(RemoteEngine):
         now = as_version(sampled.version, self._initial)
         self._version = max(self._version, now)
         versions, high = None, max(low, self._version)
-        if lease is not None:  # what the server tells are the weights below the adapter
+        if lease is not None:  # the server reports the version of the base weights
             low = high = lease.version
         elif now < low:
             self._check_kept(now, low)
@@ -203,7 +205,7 @@ class SglangEngine(RemoteEngine):
     # --- weights ----------------------------------------------------------------------------------
 
     async def _freeze(self) -> None:
-        # "retract" keeps the calls but not their caches, which old weights computed.
+        # "retract" keeps the calls but drops their KV caches, which the old weights computed.
         await self._order("/pause_generation", {"mode": "retract"})
 
     async def _thaw(self) -> None:
@@ -215,7 +217,7 @@ class SglangEngine(RemoteEngine):
         )
 
     async def _expect(self, version: int) -> None:
-        """Its answer to the order said so, and so does every answer from now on."""
+        """Trust the version without another request: the response to the load confirmed it."""
         self._version = version
 
     async def _adopt(self, version: int, path: str) -> None:
@@ -227,16 +229,16 @@ class SglangEngine(RemoteEngine):
             "POST", "/load_lora_adapter", {"lora_name": name, "lora_path": path}, idle_s=self._answer_s
         )
         result = self._http.decode(data, wire.UPDATED)
-        # Another process, or we before a restart, may have put it there.
+        # Another process, or this one before a restart, may have loaded it already.
         there = name in (result.loaded_adapters or ())
         if not there and (status != 200 or not result.success):
             why = result.error_message or result.message or f"it answers {status}"
             raise UsageError(f"{self.url} did not take the adapter {path!r}: {why}; {ADAPTERS}")
         self._leases.newest = version
         self._adapters[version] = name
-        # The one before may be asked for by another process that has not heard of the newest yet.
+        # Keeps the previous version too: another process may not know the newest one yet.
         for idle in [v for v in sorted(self._adapters)[:-2] if not self._leases.in_use(v)]:
-            # Another process may have been first; what is left of it is the server's to evict.
+            # The status is ignored: another process may have unloaded it already.
             await self._http.status("POST", "/unload_lora_adapter", {"lora_name": self._adapters.pop(idle)})
 
     async def _end_calls(self, room: int) -> None:
@@ -247,7 +249,7 @@ class SglangEngine(RemoteEngine):
         await self._end_calls(0)
         self._leases.newest = None
         await self._flush()
-        # Flushing as it loads would end the server if a call were waiting.
+        # flush_cache=True would crash the server if a call were waiting.
         order = {"model_path": path, "weight_version": str(version), "flush_cache": False}
         status, data = await self._http.status(
             "POST", "/update_weights_from_disk", order, idle_s=self._answer_s
@@ -257,9 +259,10 @@ class SglangEngine(RemoteEngine):
             raise Unavailable(f"{self.url} did not load {path!r}: {result.message}")
 
     async def _flush(self) -> None:
-        """Nothing that the old weights computed may serve the new ones.
+        """Flush the KV cache of the old weights.
 
-        Servers refuse while calls wait, also retracted ones; those are then ended, and go on afterwards.
+        SGLang refuses while calls wait, including retracted ones; those are aborted and continue after the
+        load.
         """
         if await self._flushed():
             return
@@ -279,8 +282,8 @@ class SglangEngine(RemoteEngine):
 
 
 def _split(chunk: Chunk) -> list[Chunk]:
-    """One chunk for each version span."""
-    if not chunk.token_ids:  # it was ended before its first
+    """Split a chunk into one per version span."""
+    if not chunk.token_ids:  # the call ended before its first token
         return [structs.replace(chunk, versions=None)]
     spans = chunk.versions or (VersionSpan(0, len(chunk.token_ids), chunk.low, chunk.high),)
     return [

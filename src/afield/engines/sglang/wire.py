@@ -22,60 +22,95 @@ from afield.types import FinishReason
 GENERATE = "/generate"
 DONE = b"[DONE]"
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
-OFF = -1  # SGLang's word for no top_k
-LOWEST = -1e30  # it writes the lowest float where a probability is 0
+OFF = -1  # SGLang's value for no top_k
+LOWEST = -1e30  # SGLang writes the lowest float for a probability of 0
 
 
 class ServerInfo(Struct):
-    # Prompts shorter than this are taken; the context it advertises is a few tokens too long.
+    """Body of `/server_info`."""
+
     max_req_input_len: int
+    """Context length in tokens: prompts must be shorter. The advertised context is a few tokens too long."""
     enable_lora: bool | None = None
+    """Whether the server serves adapters."""
     max_loras_per_batch: int = 0
+    """Number of adapters that can be in use at once."""
     dtype: str = ""
+    """Dtype of the weights, or "auto"."""
 
 
 class ModelInfo(Struct):
+    """Body of `/model_info`."""
+
     weight_version: str = "default"
+    """Label of the served weights."""
     has_image_understanding: bool = False
+    """Whether the model accepts images."""
 
 
 class LoadResult(Struct):
-    """What came of new weights (`message`) or of an adapter (`error_message`)."""
+    """Response to loading weights or an adapter."""
 
     success: bool
+    """Whether the load succeeded."""
     message: str = ""
+    """Message of a weight load."""
     error_message: str | None = None
+    """Error of an adapter load; None without."""
     loaded_adapters: dict[str, Any] | None = None
+    """Loaded adapters by name; None for a weight load."""
 
 
 class Finish(Struct):
+    """Finish reason of a call."""
+
     type: str
+    """One of stop, length and abort."""
     message: str = ""
+    """Reason of an abort."""
     status_code: int | None = None
+    """HTTP status of a failed call; None for a requested abort."""
 
 
 class MetaInfo(Struct):
+    """Metadata of a response or event. Log-probability entries are (log-probability, token id, text)."""
+
     completion_tokens: int = 0
+    """Tokens sampled so far."""
     finish_reason: Finish | None = None
+    """Finish reason; None while the call continues."""
     output_token_logprobs: list[tuple[float, int, Any]] = []
+    """Entry per sampled token."""
     output_top_logprobs: list[list[tuple[float, int, Any]] | None] | None = None
+    """Likeliest tokens per sampled token; None if not requested."""
     input_token_logprobs: list[tuple[float | None, int, Any]] | None = None
+    """Entry per prompt token; None if not requested."""
     input_top_logprobs: list[list[tuple[float, int, Any]] | None] | None = None
+    """Likeliest tokens per prompt token; None if not requested."""
     weight_version: str = "default"
+    """Label of the weights at the time of the event."""
     weight_versions: list[LabelSpan] | None = None
+    """Version spans of the sampled tokens; None on servers that do not report them."""
 
 
 class SglangResponse(Struct):
+    """Response without streaming, or one event of a stream."""
+
     output_ids: list[int] = []
+    """Sampled tokens, all or the new ones."""
     meta_info: MetaInfo = msgspec.field(default_factory=MetaInfo)
+    """Metadata."""
     prompt_token_ids: tuple[int, ...] | None = None
+    """Prompt with expanded images; None if not requested."""
     error: StreamError | None = None
+    """Error of a stream; None without."""
 
 
 class SglangLoad(Struct):
-    """Of one data-parallel rank."""
+    """Load of one data-parallel rank."""
 
     num_waiting_reqs: int = 0
+    """Number of queued calls."""
 
 
 LOADS = msgspec.json.Decoder(list[SglangLoad])
@@ -86,10 +121,13 @@ REPLY = msgspec.json.Decoder(SglangResponse)
 
 
 class SglangSample:
-    """What is new in a number of events, after `seen` tokens."""
+    """Tokens, log-probabilities and finish reason that are new in one or more events."""
 
     def __init__(self, replies: list[SglangResponse], seen: int, where: str, count: int = 0) -> None:
-        """`count` is how many of the likeliest tokens were asked for."""
+        """Merge the events `replies` after `seen` tokens.
+
+        `where` is the server's URL, `count` the requested top_logprobs.
+        """
         self._count = count
         self.tops: list[TopLogprobs] = []
         self.token_ids: list[int] = []
@@ -99,7 +137,7 @@ class SglangSample:
             if reply.error is not None:
                 raise reply.error.as_error(where)
             if reply.meta_info.finish_reason is not None:
-                # First, because a refused call comes with an id that nobody sampled.
+                # Before `_add`, because a refused call has an id that was not sampled.
                 self.finish = _finish(reply.meta_info.finish_reason, where)
             self._add(reply, reply.meta_info.completion_tokens - seen - len(self.token_ids), where)
         last = replies[-1].meta_info
@@ -109,7 +147,7 @@ class SglangSample:
     def _add(self, reply: SglangResponse, new: int, where: str) -> None:
         logprobs = reply.meta_info.output_token_logprobs
         if self.finish is FinishReason.ABORTED and len(reply.output_ids) < len(logprobs):
-            # A stream that is ended while it waits tells the last id only, beside every log-probability.
+            # A stream aborted while it waits has only the last id, but all log-probabilities.
             reply.output_ids = [pair[1] for pair in logprobs]
         if not 0 <= new <= len(reply.output_ids) == len(logprobs):
             raise Unavailable(
@@ -141,7 +179,7 @@ def _likeliest(
 
 
 def prompt_tops(reply: SglangResponse, call: GenerateRequest, where: str) -> tuple[TopLogprobs, ...] | None:
-    """Each prompt token's own log-probability, then the likeliest ones."""
+    """Log-probabilities per prompt token: the token itself, then the likeliest; None if not requested."""
     if call.prompt_logprobs is None:
         return None
     own = reply.meta_info.input_token_logprobs or []
@@ -162,7 +200,7 @@ def prompt_tops(reply: SglangResponse, call: GenerateRequest, where: str) -> tup
 
 
 def adapter_name(version: int, path: str) -> str:
-    """The same for everyone who publishes the same."""
+    """Adapter name at the server; the same in every process that publishes this version from this path."""
     return f"policy-v{version}-{blake2b(path.encode(), digest_size=4).hexdigest()}"
 
 
@@ -188,7 +226,7 @@ def body(
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or OFF,
             "stop_token_ids": call.stop_ids,
-            # SGLang takes this for stop ids too, so its own end ids count wherever ours do.
+            # ignore_eos also disables stop ids, so the model's end ids stay active with stop ids.
             "ignore_eos": not call.stop_ids,
             "no_stop_trim": True,
         },

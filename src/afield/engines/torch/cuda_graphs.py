@@ -27,42 +27,55 @@ from afield.engines.torch.sampler import pick, plain_sums
 if TYPE_CHECKING:
     from afield.engines.torch.images import ImageEncoder
 
-# How often a shape is wanted before it gets a recording of its own, if a larger one can stand in.
+# Number of uses after which a shape gets its own graph, if a larger graph can run it until then.
 PATIENCE = 4
 MOST_RECORDINGS = 64
 LENGTH_STEP = 64
-COLUMNS = 5  # id, position, row of the memory, temperature, uniform number
+COLUMNS = 5  # id, position, cache row, temperature, uniform random number
 
 
 class StepShape(NamedTuple):
+    """Fixed shape of a decode step."""
+
     rows: int
+    """Number of lanes."""
     length: int
+    """Number of keys per cache row that attention reads."""
     gathered: bool
+    """Whether the keys of the lanes' cache rows are gathered; False reads the first `rows` cache rows."""
 
     def covers(self, other: StepShape) -> bool:
+        """Whether a step of shape `other` can run in this shape."""
         return self.gathered == other.gathered and self.rows >= other.rows and self.length >= other.length
 
 
 class LaunchedStep(NamedTuple):
-    """A step that was launched: which slot is in which lane, and where its answers will be."""
+    """Launched step whose results may not have arrived on the host yet."""
 
     slots: list[int]
+    """KV-cache slots of the step."""
     lanes: list[int]
+    """Lane of each slot."""
     shape: StepShape
+    """Shape in which the step runs."""
     answers: Tensor
+    """Host buffer for the token and log-probability of each lane."""
     landed: torch.cuda.Event | None
+    """Event after the copy to `answers`; None without CUDA."""
 
 
 class CudaGraphRunner:
+    """Runs decode steps, as CUDA graphs where possible."""
+
     def __init__(self, model: PreTrainedModel, slots: KVCache, max_slots: int) -> None:
         self._model, self._slots = model, slots
         self._device = model.device
         self._cuda = self._records = self._device.type == "cuda"
         lanes = rows_bucket(max_slots)
-        # Numbers of all kinds in one tensor, exact up to 2**53, so that there is one copy each way.
+        # One float64 tensor each way (integers are exact up to 2**53), so that one copy each way is enough.
         self._inputs = torch.zeros(lanes, COLUMNS, dtype=torch.float64, device=self._device)
         self._outputs = torch.zeros(lanes, 2, dtype=torch.float64, device=self._device)
-        # Two of each: one may still be on its way while the next is written.
+        # Double-buffered: one copy may be in flight while the next buffer is written.
         self._sent = [torch.zeros(lanes, COLUMNS, dtype=torch.float64, pin_memory=self._cuda) for _ in "ab"]
         self._came = [torch.zeros(lanes, 2, dtype=torch.float64, pin_memory=self._cuda) for _ in "ab"]
         self._logits = torch.empty(0)
@@ -84,9 +97,10 @@ class CudaGraphRunner:
         uniforms: Sequence[float],
         after: LaunchedStep | None = None,
     ) -> LaunchedStep:
-        """One step for these slots (ascending). Their ids are the answers of `after`, or else in the slots.
+        """Launch one step for `slots` (ascending).
 
-        `after` has to have all of them; a slot keeps its lane.
+        Input ids are the results of the step `after`, else the next ids of the slots. `after` must contain
+        all `slots`; each slot keeps its lane.
         """
         ids, positions = self._slots.next_ids(slots)
         length = self._slots.length
@@ -102,7 +116,7 @@ class CudaGraphRunner:
         self._turn ^= 1
         sent, answers = self._sent[self._turn][: shape.rows], self._came[self._turn][: shape.rows]
         numbers = sent.numpy()
-        # A lane without a call computes something for the row that nobody reads.
+        # Lanes without a call write to the scratch row of the cache.
         numbers[:] = (0, 0, self._slots.rows, 1, 0)
         numbers[lanes] = np.stack([ids, positions, np.asarray(slots), temperatures, uniforms], axis=1)
         self._inputs[: shape.rows].copy_(sent, non_blocking=True)
@@ -116,20 +130,20 @@ class CudaGraphRunner:
         return LaunchedStep(slots, lanes, shape, answers, landed)
 
     def read(self, flight: LaunchedStep) -> tuple[list[int], list[float]]:
-        """A token and its log-probability for each slot of the flight; waits until they are there."""
+        """Wait for a launched step; returns the token and log-probability of each slot."""
         if flight.landed is not None:
             flight.landed.synchronize()
         answers = flight.answers.numpy()[flight.lanes]
         return answers[:, 0].astype(np.int64).tolist(), answers[:, 1].tolist()
 
     def logits(self, lanes: list[int]) -> Tensor:
-        """Of the step that was launched last."""
+        """Logits of these lanes in the step launched last."""
         return self._logits[lanes]
 
     # --- shapes -----------------------------------------------------------------------------------
 
     def _lay_out(self, slots: list[int]) -> tuple[int, bool, list[int]]:
-        """Rows from the first on, unless most would be idle: then the keys of the others are copied."""
+        """Choose rows, gathering and lanes: the first cache rows, or gathered ones if most would be idle."""
         few = rows_bucket(len(slots))
         if self._slots.ways is not None:
             return few, False, list(range(len(slots)))
@@ -154,20 +168,20 @@ class CudaGraphRunner:
         if self._recordings:
             torch.cuda.synchronize(self._device)
             self._recordings.clear()
-            # A pool that was empty once cannot be used again.
+            # A graph pool cannot be reused once all its graphs are gone.
             self._pool = torch.cuda.graph_pool_handle()
 
     # --- running ----------------------------------------------------------------------------------
 
     def replay(self, shape: StepShape) -> None:
-        """Compute a step of this shape from the numbers that were sent last."""
+        """Run a step of this shape on the current inputs; captures its graph if needed."""
         self.launched[shape] += 1
         if self._records and shape not in self._recordings:
             self._record(shape)
         if not self._records:
             self._compute(shape)
             return
-        # The one used last comes last, so that the first is the one to give up.
+        # Move to the end: the first graph is the least recently used.
         recording = self._recordings[shape] = self._recordings.pop(shape)
         recording.replay()
 
@@ -182,13 +196,12 @@ class CudaGraphRunner:
         self._outputs[: shape.rows, 1] = logprobs
         if not len(self._logits):
             self._logits = logits.new_empty(len(self._inputs), logits.shape[-1])
-        # A recording's own would keep its memory from the others.
+        # Copied out, so that graphs can share the memory of their own logits.
         self._logits[: shape.rows] = logits
 
     def _record(self, shape: StepShape) -> None:
         began = time.monotonic()
-        # A run that is not recorded: what the first run of a shape plans and allocates stays out. It
-        # computes what the replay will compute again.
+        # Warm-up before the capture: the first run of a shape plans and allocates. The replay repeats it.
         self._compute(shape)
         torch.cuda.synchronize(self._device)
         while len(self._recordings) >= MOST_RECORDINGS:
@@ -196,7 +209,7 @@ class CudaGraphRunner:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(self._side):
-                # Other threads go on allocating (new weights, a trainer).
+                # "thread_local", because other threads allocate meanwhile (new weights, a trainer).
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     self._compute(shape)
@@ -218,8 +231,11 @@ def forward(
     keep: int = 1,
     images: ImageEncoder | None = None,
 ) -> Tensor:
-    """The logits [rows, vocabulary] after the last id of every row; of more, [rows, keep, vocabulary].
-    `images` has what the step shows, of which only the last id's logits are given."""
+    """Run the model; returns the logits `[rows, vocabulary]` after the last id of each row.
+
+    With `keep` above 1: `[rows, keep, vocabulary]` of the last `keep` ids. A step with images needs `images`
+    and ignores `keep`.
+    """
     if step.pictured is not None and images is not None:
         return images.forward(model, slots, step)
     output = model(
@@ -234,12 +250,12 @@ def forward(
 
 
 def rows_bucket(rows: int) -> int:
-    """1, 2, 4, 8, 12, 16, 24, 32, 48 and so on."""
+    """Round rows up to 1, 2, 4, 8, 12, 16, 24, 32, 48 and so on."""
     power = 1 << (rows - 1).bit_length()
     return power * 3 // 4 if power >= 16 and rows <= power * 3 // 4 else power
 
 
 def length_bucket(length: int) -> int:
-    """Rounded up by at most a quarter, but to 64 at least."""
+    """Round a length up by at most a quarter, and to at least 64."""
     step = max(LENGTH_STEP, (1 << (length - 1).bit_length()) // 8)
     return -(-length // step) * step

@@ -1,11 +1,11 @@
 """Decode kernels: faster layers for decode steps, checked against plain torch before use.
 
-1. `fit` gives the model the KV cache's attention. On CUDA it also replaces layers that it knows by ones with
-   fewer kernels, and chooses the `DecodeKernels` of fixed steps: Triton's, else flash attention's.
+1. `fit` sets the KV cache's attention. On CUDA it also replaces supported layers by versions with fewer
+   kernel launches, and chooses the `DecodeKernels` of fixed steps: Triton's, else flash attention's.
 2. Each kernel is compared on the device with plain torch, then the whole model with a plain forward pass. A
-   failed comparison leaves the model's own layers in place and a note.
-3. The whole model is compared on text that it samples itself: the error of the log-probabilities of sampled
-   tokens against float32, in units of the control, which is the error of the model's own forward pass.
+   failed comparison keeps the model's own layers and adds a note to `EngineInfo`.
+3. The whole model is compared on text that it samples itself: the error of log-probabilities against
+   float32 must stay within `LIMIT` times the control, the error of the model's own forward pass.
 """
 
 from __future__ import annotations
@@ -28,27 +28,32 @@ from afield.engines.torch.kv_cache import KVCache, use_slots
 from afield.engines.torch.sampler import BLOCK, Sums, plain_sums
 from afield.precision import in_float32
 
-# Layers whose arithmetic is what is written here.
+# Layer classes that `_attention` and `_gated` reproduce.
 ATTENTIONS = ("LlamaAttention", "Qwen2Attention", "Qwen3Attention")
 GATED = ("LlamaMLP", "Qwen2MLP", "Qwen3MLP")
-# Of numbers around 1, each rounded a few times.
+# Tolerated error of numbers around 1 after a few roundings.
 ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-# Times the control by which log-probabilities may be off: what slots and kernels round otherwise is as far
-# from float32 as the model's own arithmetic; what reads a wrong key is further by an order of magnitude.
+# Allowed error of log-probabilities, as a multiple of the control. Different rounding stays near 1; reading a
+# wrong key is off by an order of magnitude.
 LIMIT = 4.0
-LEAST = 1e-3  # off by less than this is never refused: float32 has no control
+LEAST = 1e-3  # error that is always allowed; the control is 0 in float32
 SERVED = (torch.float32, torch.bfloat16, torch.float16)
 Norms = tuple[Tensor, Tensor, float] | None
 
 
 class DecodeKernels(NamedTuple):
-    """How a fixed step is computed. Queries, keys and values of its lanes are `[lanes, heads, size]`."""
+    """Kernels of a fixed step. Queries, keys and values of its lanes are `[lanes, heads, size]`."""
 
     name: str
+    """Name for notes."""
     prepare: Callable[..., Tensor]
+    """Normalises and rotates queries and keys, stores keys and values; returns the queries."""
     attend: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
+    """Attention over the KV cache."""
     gate: Callable[[Tensor, Tensor], Tensor]
+    """SiLU gate of the MLP."""
     sums: Sums
+    """Softmax sums per block of tokens, for sampling."""
 
 
 def prepare(
@@ -63,7 +68,7 @@ def prepare(
     rows: Tensor,
     positions: Tensor,
 ) -> Tensor:
-    """Norm each head, turn it by its position, store keys and values; the queries come back."""
+    """Apply head norms and rotary embeddings, store keys and values; returns the queries."""
     if norms is not None:
         q_weight, k_weight, eps = norms
         q, k = _norm(q, q_weight, eps), _norm(k, k_weight, eps)
@@ -74,7 +79,7 @@ def prepare(
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, positions: Tensor, scale: float) -> Tensor:
-    """Of each lane's queries over the keys of its row up to its position."""
+    """Attention of each lane's queries over the keys of its cache row up to its position."""
     key, value = (memory[rows.long()].transpose(1, 2) for memory in (keys, values))
     seen = torch.arange(keys.shape[1], device=q.device) <= positions[:, None]
     return scaled_dot_product_attention(
@@ -85,7 +90,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, positions: Ten
 def flash_attend(
     q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, positions: Tensor, scale: float
 ) -> Tensor:
-    """The same by flash attention: a sequence begins at its row and has as many keys as are used."""
+    """`attend` by variable-length flash attention: one sequence per cache row, up to the keys in use."""
     lanes, length = len(q), keys.shape[1]
     queries = torch.arange(lanes + 1, dtype=torch.int32, device=q.device)
     starts = pad(rows * length, (0, 1))
@@ -117,7 +122,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def triton_ways() -> tuple[DecodeKernels, tuple[type[Exception], ...]]:
-    """They need Triton; and what they raise where they do not work."""
+    """Triton kernels, and the exception types they raise on unsupported devices; needs Triton."""
     from afield.engines.torch import triton_kernels
 
     ways = DecodeKernels(
@@ -131,10 +136,10 @@ def triton_ways() -> tuple[DecodeKernels, tuple[type[Exception], ...]]:
 
 
 def choose(model: PreTrainedModel) -> tuple[DecodeKernels | None, tuple[str, ...]]:
-    """The first ways that give what plain torch gives, and why those before did not."""
+    """First kernels that agree with plain torch, and a note for each rejected candidate."""
     notes: list[str] = []
     for name, load in (("Triton's kernels", triton_ways), (FLASH.name, lambda: (FLASH, ()))):
-        # No Triton, no compiler for it, a device or sizes that it does not know.
+        # Triton or its compiler is missing, or the device or the sizes are unsupported.
         errors: tuple[type[Exception], ...] = (
             ImportError, RuntimeError, NotImplementedError, TypeError, ValueError, OSError,
             subprocess.SubprocessError,
@@ -154,7 +159,7 @@ def choose(model: PreTrainedModel) -> tuple[DecodeKernels | None, tuple[str, ...
 
 
 def compare(ways: DecodeKernels, model: PreTrainedModel) -> float:
-    """How far these ways are from plain torch, in units of what rounding explains."""
+    """Largest error of the kernels against plain torch, in units of `ROUNDING`."""
     lanes, length = 7, 200
     device, dtype = model.device, model.dtype
     generator = torch.Generator(device).manual_seed(0)
@@ -180,7 +185,7 @@ def compare(ways: DecodeKernels, model: PreTrainedModel) -> float:
         results.append([queries, bare, keys, values, out, way.gate(k, v), tops, totals.log()])
     pairs = zip(*results, strict=True)
     off = torch.stack([((a.float() - b.float()).abs() / (1 + b.float().abs())).max() for b, a in pairs])
-    # Not max() of Python, which would lose a NaN.
+    # Not Python's max(), which loses a NaN.
     return float(off.max()) / ROUNDING[dtype]
 
 
@@ -201,7 +206,7 @@ def _attention(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """An attention layer's forward: its own, but for fixed steps."""
+    """Forward of an attention layer: decode kernels for fixed steps, else the layer's own."""
     slots = past_key_values
     if not isinstance(slots, KVCache) or slots.lanes is None or slots.ways is None:
         return type(self).forward(
@@ -234,7 +239,7 @@ def _normed(layer: Any, hidden_states: Tensor) -> Tensor:
 
 
 def swap_norms(model: nn.Module) -> list[nn.Module]:
-    """Norms in one kernel instead of six, where that gives what the layer gives."""
+    """Replace RMS norms by torch's fused one, where it agrees with the layer; returns the layers."""
     swapped: list[nn.Module] = []
     for layer in model.modules():
         weight, eps = getattr(layer, "weight", None), getattr(layer, "variance_epsilon", None)
@@ -249,7 +254,7 @@ def swap_norms(model: nn.Module) -> list[nn.Module]:
 
 
 def swap_layers(model: nn.Module, ways: DecodeKernels) -> list[nn.Module]:
-    """Attention that knows fixed steps, and gates in one kernel."""
+    """Replace attention and gated MLP layers by ones that use `ways`; returns the layers."""
     swapped: list[nn.Module] = []
     for layer in model.modules():
         if type(layer).__name__ in ATTENTIONS:
@@ -268,7 +273,7 @@ def _is_silu(layer: Any) -> bool:
 
 
 def undo(swapped: Iterable[nn.Module]) -> None:
-    """The layers' own forward again."""
+    """Restore the layers' own forward."""
     for layer in swapped:
         vars(layer).pop("forward", None)
 
@@ -277,31 +282,38 @@ def undo(swapped: Iterable[nn.Module]) -> None:
 
 
 class KernelFit(NamedTuple):
-    """How far log-probabilities through slots are from float32's, and what was made lighter.
-
-    `control` is how far those of the model's own forward pass are.
-    """
+    """Accuracy of the model through the KV cache, and the layers that were replaced."""
 
     off: float
+    """Error of log-probabilities through the KV cache against float32, in nats."""
     control: float = 0.0
+    """Error of the model's own forward pass against float32, in nats; 0 for a float32 model."""
     ways: DecodeKernels | None = None
+    """Kernels of fixed steps; None for the model's own attention."""
     notes: tuple[str, ...] = ()
+    """Reasons why faster kernels are not used."""
     swapped: tuple[nn.Module, ...] = ()
+    """Layers whose forward was replaced."""
 
     @property
     def exact(self) -> bool:
-        """Whether it is as exact as the model itself. False for what is not a number."""
+        """Whether the error is within `allowed`; False for NaN."""
         return self.off <= allowed(self.control)
 
 
 def allowed(control: float) -> float:
+    """Largest accepted error of log-probabilities, in nats."""
     return max(LIMIT * control, LEAST)
 
 
 def fit(model: PreTrainedModel, length: int, *, light: bool, ways: DecodeKernels | None = None) -> KernelFit:
-    """Give the model the slots' attention, and if `light`, fewer kernels: these ways, or the ones that work.
+    """Set the KV cache's attention and, if `light`, faster layers; keeps only those that stay exact.
 
-    Tried on `length` ids.
+    Args:
+        model: model to change in place.
+        length: tokens of the text on which accuracy is measured.
+        light: whether to replace layers by faster ones.
+        ways: decode kernels to use; None chooses the first that work.
     """
     text = write(model, length)
     use_slots(model)
@@ -325,19 +337,22 @@ def fit(model: PreTrainedModel, length: int, *, light: bool, ways: DecodeKernels
     return plain._replace(notes=(*notes, note))
 
 
-# --- the text that a model is tried on -------------------------------------------------------------
+# --- calibration ----------------------------------------------------------------------------------
 
 
 class CalibrationText(NamedTuple):
-    """Ids that a model wrote, float32's log-probabilities of what comes after each, and the control."""
+    """Text that the model sampled, with reference log-probabilities."""
 
     ids: Tensor
+    """Token ids, `[length]`."""
     scores: Tensor
+    """Float32 log-probabilities of the token after each id, `[length, vocabulary]`."""
     control: float
+    """Largest error of the model's own forward pass against float32, in nats."""
 
 
 def write(model: PreTrainedModel, length: int) -> CalibrationText:
-    """`length` ids drawn from the model itself, always the same ones."""
+    """Sample `length` ids from the model with a fixed seed."""
     config = model.config.get_text_config()
     first = config.bos_token_id if isinstance(config.bos_token_id, int) else 0
     ids = torch.tensor([first % config.vocab_size], device=model.device)
@@ -345,7 +360,7 @@ def write(model: PreTrainedModel, length: int) -> CalibrationText:
     for _ in range(length - 1):
         weights = _scores(model, ids)[-1].exp().cpu()
         if not bool(weights.isfinite().all()):
-            weights = torch.ones_like(weights)  # any text shows that such a model is broken
+            weights = torch.ones_like(weights)  # broken weights: `probe` reports them on any text
         ids = torch.cat([ids, torch.multinomial(weights, 1, generator=generator).to(ids.device)])
     own = _scores(model, ids)
     if model.dtype == torch.float32:
@@ -355,7 +370,7 @@ def write(model: PreTrainedModel, length: int) -> CalibrationText:
 
 
 def apart(scores: Tensor, exact: Tensor) -> Tensor:
-    """At each position, by how much the log-probability of a token drawn there is off, in expectation."""
+    """Expected absolute error of the log-probability of a sampled token, at each position."""
     return (exact.exp() * (scores - exact).abs()).sum(-1)
 
 
@@ -367,12 +382,15 @@ def _scores_in_float32(model: PreTrainedModel, ids: Tensor) -> Tensor:
     try:
         with in_float32(model):
             return _scores(model, ids)
-    except RuntimeError:  # a layer that computes with another one's weights
+    except RuntimeError:  # a layer uses another layer's weights
         return _scores(copy.deepcopy(model).float(), ids)
 
 
 def probe(model: PreTrainedModel, text: CalibrationText, ways: DecodeKernels | None) -> float:
-    """How far log-probabilities through slots, id by id after the first half, are from float32's."""
+    """Largest error of log-probabilities through the KV cache against float32.
+
+    The first half of the text is one prefill; the rest is decoded id by id.
+    """
     ids, length = text.ids, len(text.ids)
     layers = model.config.get_text_config().num_hidden_layers
     slots = KVCache(layers, 1, length, model.dtype, model.device, ways)
@@ -387,7 +405,7 @@ def probe(model: PreTrainedModel, text: CalibrationText, ways: DecodeKernels | N
             step = slots.fixed(ids[end - 1 : end], row + end - 1, row, slots.length, gathered=False)
         logits = forward(model, slots, step)
         slots.advance([0], [count])
-        # torch.maximum keeps a NaN; Python's max would lose it.
+        # torch.maximum keeps a NaN, unlike Python's max().
         scores = torch.log_softmax(logits[0].float(), dim=-1)
         off = torch.maximum(off, apart(scores, text.scores[end - 1]))
     return float(off)

@@ -34,38 +34,52 @@ if TYPE_CHECKING:
 log = logging.getLogger("afield.engines")
 
 Finish = Literal["stop", "length", "aborted"]
-SCORED_AT_ONCE = 256  # ids of a prompt whose logits are held at a time
+SCORED_AT_ONCE = 256  # prompt ids scored per step; bounds the memory of their logits
 NO_PICTURES: Mapping[int, PixelInputs] = {}
 
 
 class Counters(NamedTuple):
-    """What an engine has done so far. Reused tokens are the prompt tokens it did not compute again."""
+    """Totals since the engine started."""
 
     calls: int = 0
+    """Calls admitted to a slot."""
     prompt_tokens: int = 0
+    """Prompt tokens of admitted calls."""
     reused_tokens: int = 0
+    """Prompt tokens whose keys and values came from the KV cache."""
     sampled_tokens: int = 0
+    """Tokens sampled."""
     steps: int = 0
+    """Decoder steps."""
 
 
 class DecodeParams(NamedTuple):
-    """What a call asks of the model. The same `seed` draws with the same numbers; `top_k` 0 means off.
-
-    Of a prompt with images, `prompt_ids` are those of `ImagePrompt.keys`; `mrope` are its positions.
-    """
+    """Prompt and sampling parameters of one call."""
 
     prompt_ids: Sequence[int]
+    """Prompt token ids; `ImagePrompt.keys` for a prompt with images."""
     max_tokens: int
+    """Maximum number of sampled tokens."""
     seed: int
+    """Seed of the call's random numbers."""
     temperature: float = 1.0
+    """Sampling temperature; 0 is greedy."""
     top_p: float = 1.0
+    """Nucleus sampling threshold; 1 is off."""
     top_k: int = 0
+    """Number of likeliest tokens to sample from; 0 is off."""
     stop_ids: tuple[int, ...] = ()
+    """Token ids that end the call."""
     stream: bool = False
+    """Whether to hand over each token as it is sampled."""
     top_logprobs: int = 0
+    """Number of likeliest tokens to report per sampled token; 0 is off."""
     prompt_logprobs: int | None = None
+    """Number of likeliest tokens to report per prompt token, besides its own; None is off."""
     mrope: np.ndarray | None = None
+    """M-RoPE positions of the prompt, `[3, length]`; None counts from 0."""
     pictures: Mapping[int, PixelInputs] = NO_PICTURES
+    """Images of the prompt by image number."""
 
     @property
     def truncated(self) -> bool:
@@ -73,41 +87,51 @@ class DecodeParams(NamedTuple):
 
     @property
     def needs_logits(self) -> bool:
-        """Whether the host needs more of a step than the token that it drew."""
+        """Whether the host needs the logits of a step, not only the sampled token."""
         return self.truncated or self.top_logprobs > 0
 
 
 class SampledTokens(NamedTuple):
-    """Tokens that one version drew, with their log-probabilities; the first say how long it had no slot."""
+    """Tokens of one call that one weight version sampled."""
 
     token_ids: tuple[int, ...]
+    """Sampled tokens."""
     logprobs: tuple[float, ...]
+    """Log-probability of each token."""
     version: int
+    """Weight version that sampled the tokens."""
     finish: Finish | None
+    """Finish reason; None while the call continues."""
     queued_s: float = 0.0
+    """Seconds that the call waited for a slot; 0 except with its first tokens."""
     top_logprobs: tuple[Top, ...] = ()
+    """Likeliest tokens at each position; empty if not requested."""
     prompt_logprobs: tuple[Top, ...] | None = None
+    """Log-probabilities of the prompt tokens, with the call's first tokens; None if not requested."""
 
 
 class TokenSink(Protocol):
-    """Where what was sampled for one call goes, or the reason why there will be no more."""
+    """Receiver of one call's tokens or of its error."""
 
     def put(self, sampled: SampledTokens) -> None: ...
 
-    def fail(self, reason: str) -> None: ...
+    def fail(self, reason: str) -> None:
+        """End the call with Unavailable: the engine broke."""
+        ...
 
     def refuse(self, reason: str) -> None:
-        """There will be no more, because of what was asked for."""
+        """End the call with ValueError: the request cannot be served."""
         ...
 
 
 class DecodeCall:
-    """A call in flight. Its ids live in its slot; here are the sampled ones that were not handed over."""
+    """Running or queued call. Its ids are in its KV-cache slot; `tokens` are those not yet handed over."""
 
     def __init__(self, ask: DecodeParams, sink: TokenSink, walker: ConstraintMatcher | None = None) -> None:
         self.ask, self.sink = ask, sink
-        self.walker = walker  # the masks of its constraint
-        self.redrawn = ask.truncated or walker is not None  # a step's own draw does not do
+        self.walker = walker
+        # CUDA graph steps sample without truncation and masks, so these calls are sampled again on the host.
+        self.redrawn = ask.truncated or walker is not None
         self.slot = -1
         self.length = len(ask.prompt_ids)
         self.room = ask.max_tokens
@@ -142,6 +166,8 @@ class _Launched(NamedTuple):
 
 
 class Decoder:
+    """Scheduler and sampling loop. `add`, `drop`, `swap` and `step` run in the model thread only."""
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -185,14 +211,14 @@ class Decoder:
         self._waiting.append(request)
 
     def drop(self, request: DecodeCall) -> None:
-        """Forget a call wherever it is; one that has ended already is none of our business."""
+        """Remove a running or waiting call; ended calls are ignored."""
         if request in self._running:
             self._end(request)
         elif request in self._waiting:
             self._waiting.remove(request)
 
     def swap(self, version: int, tensors: Sequence[Tensor]) -> None:
-        """Serve these tensors, in the order of `weights`, from the next step on."""
+        """Load new weights, in the order of `weights`, effective from the next step."""
         sampled = self._settle()
         self.counters = self.counters._replace(sampled_tokens=self.counters.sampled_tokens + sampled)
         for weight, tensor in zip(self._weights, tensors, strict=True):
@@ -220,7 +246,10 @@ class Decoder:
         )
 
     def _admit(self) -> list[tuple[int, int]]:
-        """First come, first served, while there are free slots; prompt and reused lengths of each."""
+        """Admit waiting calls in FIFO order while slots are free.
+
+        Returns the prompt length and the number of reused tokens of each.
+        """
         admitted: list[tuple[int, int]] = []
         while self._waiting:
             ask = self._waiting[0].ask
@@ -230,7 +259,7 @@ class Decoder:
             if self.images is not None and ask.pictures:
                 self.images.show(ask.pictures)
             request.slot, reused = taken
-            if request.prompt_tops is not None:  # every id of its prompt is computed, to be scored
+            if request.prompt_tops is not None:  # prompt log-probabilities need every prompt id computed
                 self._slots.restart(request.slot)
                 reused = 0
             request.queued_s = time.monotonic() - request.asked
@@ -242,7 +271,7 @@ class Decoder:
         return request.length - self._slots.computed(request.slot)
 
     def _next_prefill(self) -> list[tuple[DecodeCall, int]]:
-        """Calls with several pending ids, oldest first, as many as fit the budget once padded."""
+        """Calls with several pending ids, oldest first, as many as fit `prefill_tokens` with padding."""
         chosen: list[tuple[DecodeCall, int]] = []
         width = 0
         for request in self._running:
@@ -256,13 +285,16 @@ class Decoder:
         return chosen
 
     def _unscored(self, request: DecodeCall) -> bool:
-        """Whether ids of its prompt are to be computed and scored."""
+        """Whether prompt log-probabilities are requested and incomplete."""
         tops = request.prompt_tops
         return tops is not None and len(tops) < len(request.ask.prompt_ids) - 1
 
     def _score(self, request: DecodeCall) -> int:
-        """Compute some ids of a prompt, and keep the log-probabilities of those after them: the model's own,
-        before temperature and truncation. Draws if none are left."""
+        """Compute up to `SCORED_AT_ONCE` prompt ids and record the log-probabilities of the ids after them.
+
+        Prompt log-probabilities are the model's own, before temperature and truncation. Samples the first
+        token when the prompt is complete. Returns the number of sampled tokens.
+        """
         assert request.prompt_tops is not None and request.ask.prompt_logprobs is not None
         start = self._slots.computed(request.slot)
         count = min(self._pending(request), SCORED_AT_ONCE)
@@ -271,7 +303,7 @@ class Decoder:
         self._slots.advance([request.slot], [count])
         following = request.ask.prompt_ids[start + 1 : start + 1 + count]
         logprobs = logits[: len(following)].float().log_softmax(dim=-1)
-        del request.prompt_tops[start:]  # other weights begin anew
+        del request.prompt_tops[start:]  # a weight change restarts the prompt
         for row, token in zip(logprobs, following, strict=True):
             own = (token, row[token].item())
             top = likeliest(row, request.ask.prompt_logprobs, *own) if request.ask.prompt_logprobs else ()
@@ -282,7 +314,7 @@ class Decoder:
         return 1
 
     def _compute(self, work: list[tuple[DecodeCall, int]]) -> int:
-        """Compute these many ids of each call, and draw for the calls that have none left."""
+        """Compute the given number of ids per call, and sample for calls without pending ids."""
         work = sorted(work, key=lambda item: item[0].slot)
         slots, counts = [r.slot for r, _ in work], [n for _, n in work]
         step = self._slots.arrange(slots, counts)
@@ -296,7 +328,7 @@ class Decoder:
         return len(done)
 
     def _decode(self) -> int:
-        """A token more for every call that has one id pending."""
+        """Sample one token for every call with exactly one pending id; returns the number of tokens."""
         if self.steps is None:
             ready = [(r, 1) for r in self._running if self._pending(r) == 1]
             return self._compute(ready) if ready else 0
@@ -309,15 +341,15 @@ class Decoder:
         return sampled
 
     def _follow(self, steps: CudaGraphRunner) -> _Launched | None:
-        """The step after the one in flight, its tokens unseen, if no call has to join it.
+        """Launch the next step before the tokens of the current one are read; None if it has to wait.
 
-        A call that turns out to have ended is computed once more, for nothing.
+        The extra token of a call that turns out to have ended is discarded.
         """
         last = self._launched
         if last is None or any(r.ask.needs_logits or r.walker for r in last.requests):
             return None
         going = [r for r in last.requests if not (r.ended or r.room == 1 or r.length + 1 == self.max_context)]
-        # With most lanes idle, a smaller step is worth the wait; calls that wait to join are worth it too.
+        # Wait instead when at least half of the lanes would be idle, or when calls are ready to join.
         if 2 * len(going) <= len(last.requests) or any(self._pending(r) == 1 for r in self._running):
             return None
         return self._launch(steps, going, last.flight)
@@ -333,13 +365,13 @@ class Decoder:
         return _Launched(requests, uniforms, flight)
 
     def _settle(self) -> int:
-        """Wait for the step in flight, and give its tokens to the calls that are still there."""
+        """Wait for the launched step and give its tokens to the calls that have not ended."""
         launched, self._launched = self._launched, None
         if launched is None or self.steps is None:
             return 0
         requests, uniforms, flight = launched
         tokens, logprobs = self.steps.read(flight)
-        # One that was dropped meanwhile may have ended its constraint.
+        # Skip dropped calls: their constraint may be complete and allow no token.
         if cut := [i for i, r in enumerate(requests) if r.redrawn and not r.ended]:
             logits = self.steps.logits([flight.lanes[i] for i in cut])
             again = [requests[i] for i in cut]
@@ -374,7 +406,11 @@ class Decoder:
                 self._give_up(request)
 
     def _give_up(self, request: DecodeCall) -> None:
-        """End a call for which the model computes no number. Broken weights end the engine instead."""
+        """End a call whose log-probability is not finite.
+
+        Refuses the call if its constraint allows no token; raises ArithmeticError if the weights are not
+        finite; aborts the call otherwise.
+        """
         if request.walker is not None and not request.walker.mask.any():
             self._end(request)
             request.sink.refuse("the constraint leads to where no token is allowed")
@@ -421,5 +457,5 @@ class Decoder:
 
 
 def _masks(requests: Sequence[DecodeCall]) -> dict[int, Tensor]:
-    """Of the rows that have a constraint."""
+    """Constraint masks by row, for the calls that have a constraint."""
     return {row: r.walker.mask for row, r in enumerate(requests) if r.walker is not None}

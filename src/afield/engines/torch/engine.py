@@ -1,11 +1,11 @@
 """Torch engine: a transformers model in this process, on its own thread.
 
-1. Calls join and leave, and weights are swapped, between steps; every token has the version that sampled
-   it.
-2. Any causal language model with full or sliding-window attention works, up to the length of the window. A
-   model that gives other log-probabilities through the KV cache is refused at start.
+1. Calls join and leave, and weights are swapped, between steps; each token is labelled with the weight
+   version that sampled it.
+2. Serves causal language models with full or sliding-window attention, up to the length of the window.
+   Start-up fails for a model whose log-probabilities differ through the KV cache.
 3. Default dtype: float32 on a CPU (one thread), bfloat16 on CUDA; log-probabilities are float32.
-4. If the model raises, every call fails with Unavailable and the engine takes no more calls.
+4. If the model raises, every call fails with Unavailable and the engine accepts no more calls.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from afield.rounding import Rounding
 from afield.types import Constraint, Failure, FailureKind, FinishReason, Reason
 from afield.vision import Vision
 
-# A GPU computes this many ids in about the time of one.
+# Tokens per prefill step, by device type.
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
-PROBE = 12
+PROBE = 12  # tokens of the start-up accuracy check
 MAX_TOP_LOGPROBS = 20
-COMPILE_S = 30.0  # how long a constraint may take to compile
-COMPILERS = 2  # constraints that are compiled at once
+COMPILE_S = 30.0  # timeout for compiling one constraint
+COMPILERS = 2  # threads that compile constraints
 CLOSED = "the engine is not running; enter it with `async with`"
 
 
@@ -75,7 +75,7 @@ Outbox = dict[asyncio.AbstractEventLoop, list[tuple["_Mailbox", Item]]]
 
 
 class _Mailbox:
-    """Chunks of one call on their way from the model's thread to the caller's event loop."""
+    """Queue of one call's chunks from the model thread to the caller's event loop."""
 
     def __init__(self, outbox: Outbox) -> None:
         self.loop = asyncio.get_running_loop()
@@ -108,7 +108,7 @@ class _Mailbox:
             self._waiter.set_result(None)
 
     async def take(self) -> Chunk:
-        """What has arrived so far, as long as one version sampled it: a slow reader gets longer chunks."""
+        """Wait for chunks and merge all queued ones of the same weight version; raises a queued error."""
         if not self._arrived:
             self._waiter = self.loop.create_future()
             await self._waiter
@@ -139,7 +139,10 @@ def _deliver(batch: list[tuple[_Mailbox, Item]]) -> None:
 
 
 def to_ask(call: GenerateRequest, seed: int, pictured: ImagePrompt | None = None) -> DecodeParams:
-    """The same call gives the same numbers, whatever else the engine is doing."""
+    """Convert a call to `DecodeParams`.
+
+    The random seed depends only on the engine's seed and the call's own seed, `draw` or id, not on load.
+    """
     sampling = call.sampling
     own = (call.draw or call.id) if sampling.seed is None else sampling.seed
     return DecodeParams(
@@ -159,7 +162,7 @@ def to_ask(call: GenerateRequest, seed: int, pictured: ImagePrompt | None = None
 
 
 def load_vision(path: Path) -> tuple[Vision | None, tuple[str, ...]]:
-    """The vision part of a model, if it has one; and why images are refused where it cannot be used."""
+    """Load the model's vision tower; returns None and a note when the model has no usable one."""
     try:
         return Vision.load(path), ()
     except UsageError as error:
@@ -167,10 +170,18 @@ def load_vision(path: Path) -> tuple[Vision | None, tuple[str, ...]]:
 
 
 class TorchEngine:
-    """An engine over a model directory. `seed` and a call's own seed, or else its id, fix what is drawn.
+    """Embedded engine for a transformers model directory.
 
-    With `fixed_steps` tokens come from steps of a few fixed shapes, recorded where there is CUDA; by
-    default so on CUDA only.
+    Args:
+        model_path: directory with config.json, safetensors weights and tokenizer.json.
+        version: version of the weights in `model_path`.
+        max_slots: calls that run at once; further calls queue.
+        max_context: prompt plus reply length in tokens; None uses the model's limit.
+        device: torch device; None picks CUDA if available.
+        dtype: float32, bfloat16 or float16; None means float32 on a CPU and bfloat16 on CUDA.
+        seed: seed of the engine; with a call's own seed, or its id, it determines the sampled tokens.
+        prefill_tokens: tokens per prefill step; None chooses by device.
+        fixed_steps: decode in steps of fixed shapes, as CUDA graphs where possible; None means on CUDA only.
     """
 
     def __init__(
@@ -189,7 +200,7 @@ class TorchEngine:
         if max_slots < 1 or (prefill_tokens is not None and prefill_tokens < 1):
             raise UsageError(f"max_slots {max_slots} and prefill_tokens {prefill_tokens} must be at least 1")
         self._path, self._first_version = Path(model_path), version
-        self._base = self._path  # what an adapter is merged into: the last whole weights
+        self._base = self._path  # last full weights; adapters are merged into them
         self._max_slots, self._max_context = max_slots, max_context
         self._device, self._dtype = device, dtype
         self._served = ""
@@ -197,7 +208,7 @@ class TorchEngine:
         self._fixed_steps = fixed_steps
         self._parameters: list[ModelParameter] = []
         self._masks: ConstraintMasks | None = None
-        # Of its own: a thread that compiles beyond its time cannot be stopped, and must hold up nothing else.
+        # A separate pool: a compile that times out keeps its thread and must not block other executor work.
         self._compiling = ThreadPoolExecutor(COMPILERS, thread_name_prefix="constraints")
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._outbox: Outbox = {}
@@ -208,7 +219,7 @@ class TorchEngine:
         self._decoder: Decoder | None = None
         self._thread: threading.Thread | None = None
 
-    # --- the caller's side ------------------------------------------------------------------------
+    # --- event loop -------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
         self._inbox = SimpleQueue()
@@ -268,7 +279,7 @@ class TorchEngine:
                 self._inbox.put(_Drop(request))
 
     async def _pictured(self, call: GenerateRequest, info: EngineInfo) -> ImagePrompt:
-        """The prompt with its images, decoded off the event loop; refused where it is too long with them."""
+        """Decode the call's images in a thread and expand the prompt; raises ValueError if it is too long."""
         images = self._running().images
         if images is None:
             raise ValueError(f"call {call.id!r} has images, and the model takes none; serve one that does")
@@ -280,7 +291,7 @@ class TorchEngine:
         return pictured
 
     async def _walk(self, constraint: Constraint) -> ConstraintMatcher:
-        assert self._masks is not None  # check_call has seen to it
+        assert self._masks is not None  # check_call refuses constraints otherwise
         try:
             async with asyncio.timeout(COMPILE_S):
                 loop = asyncio.get_running_loop()
@@ -319,12 +330,12 @@ class TorchEngine:
         return self._decoder
 
     def _send(self, message: DecodeCall | _Swap) -> None:
-        # Under the lock nothing can slip in behind the thread's last look into its inbox.
+        # Under the lock, a message is either queued before `_shut` drains the inbox, or refused.
         with self._lock:
             self._running()
             self._inbox.put(message)
 
-    # --- the model's thread -----------------------------------------------------------------------
+    # --- model thread -----------------------------------------------------------------------------
 
     def _run(self, ready: Future[None]) -> None:
         ready.set_running_or_notify_cancel()
@@ -425,12 +436,12 @@ class TorchEngine:
             message.done.set_result(None)
 
     def _flush(self, decoder: Decoder) -> None:
-        """One wake-up per event loop for all that a step gave."""
+        """Deliver the step's chunks with one wake-up per event loop."""
         for loop, batch in self._outbox.items():
             try:
                 loop.call_soon_threadsafe(_deliver, batch)
             except RuntimeError:
-                # The loop is closed: nobody is left to read.
+                # The event loop is closed: drop its calls.
                 gone = {mailbox for mailbox, _ in batch}
                 for request in decoder.requests:
                     if request.sink in gone:

@@ -1,8 +1,8 @@
 """Image prompts of the torch engine: ids in the KV cache, and features of the vision tower.
 
-An image takes as many negative ids as it has features; each id names the image and a place in it. So prompts
-share a cached prefix only up to the first image that differs. Features are computed once per version and kept
-until the weights change or others need the room.
+Each feature of an image has a negative id in the KV cache, made from the number of the image and the index of
+the feature, so prompts share a cached prefix only up to the first image that differs. Features are computed
+once per weight version and kept in an LRU cache of `ROOM` bytes.
 """
 
 from __future__ import annotations
@@ -20,22 +20,28 @@ from afield.engines.torch.kv_cache import ForwardInputs, KVCache
 from afield.types import Image
 from afield.vision import ImageFeatures, PixelInputs, Vision, concat_features
 
-PLACES = 24  # bits of an id for the place in an image
-NUMBERS = 100_000  # images whose number is remembered; one that comes back later has another
-PICTURES = 256  # decoded images that are kept
-ROOM = 1 << 28  # bytes of features that are kept beside those of running calls
+PLACES = 24  # bits of an id for the index of a feature in its image
+NUMBERS = 100_000  # images whose number is remembered; a forgotten image gets a new number
+PICTURES = 256  # decoded images in the cache
+ROOM = 1 << 28  # bytes of features in the cache
 
 
 class ImagePrompt(NamedTuple):
-    """A prompt with images: as it is recorded, as slots keep it, its positions, and its images by number."""
+    """Prompt with expanded images."""
 
     ids: tuple[int, ...]
+    """Prompt as reported, with one placeholder id per image feature."""
     keys: tuple[int, ...]
+    """Prompt as the KV cache keeps it, with a negative id per image feature."""
     mrope: np.ndarray | None
+    """M-RoPE positions, `[3, length]`; None for models without."""
     pictures: dict[int, PixelInputs]
+    """Preprocessed images by image number."""
 
 
 class ImageEncoder:
+    """Expands image prompts and computes the features of their images."""
+
     def __init__(self, vision: Vision) -> None:
         self.vision = vision
         self._numbers: OrderedDict[str, int] = OrderedDict()
@@ -43,12 +49,15 @@ class ImageEncoder:
         self._decoded: OrderedDict[str, PixelInputs] = OrderedDict()
         self._features: OrderedDict[int, ImageFeatures] = OrderedDict()
         self._pictures: dict[int, PixelInputs] = {}
-        self.computed = 0  # images that the vision tower was run over
+        self.computed = 0  # images encoded by the vision tower
 
-    # --- the caller's side, in any thread but one at a time ----------------------------------------
+    # --- any thread, one call at a time -----------------------------------------------------------
 
     def prompt(self, ids: Sequence[int], places: Sequence[int], images: Sequence[Image]) -> ImagePrompt:
-        """Raises ValueError for images that cannot be read, or that the prompt has no place for."""
+        """Expand `images` at `places` (default: every placeholder id) of a prompt.
+
+        Raises ValueError for images that cannot be read or do not match the number of placeholders.
+        """
         if not places:
             places = [n for n, token in enumerate(ids) if token == self.vision.image_id]
         if len(places) != len(images):
@@ -84,22 +93,22 @@ class ImageEncoder:
                 self._numbers.popitem(last=False)
         return self._numbers[digest]
 
-    # --- the model's thread ------------------------------------------------------------------------
+    # --- model thread -----------------------------------------------------------------------------
 
     def show(self, pictures: Mapping[int, PixelInputs]) -> None:
-        """Images of a call that begins."""
+        """Register the images of an admitted call."""
         self._pictures |= pictures
 
     def keep(self, numbers: Iterable[int]) -> None:
-        """Only these are of running calls."""
+        """Drop the pixels of all images but those of running calls."""
         self._pictures = {number: self._pictures[number] for number in numbers}
 
     def forget(self) -> None:
-        """Other weights."""
+        """Drop all features after a weight change."""
         self._features.clear()
 
     def forward(self, model: PreTrainedModel, slots: KVCache, step: ForwardInputs) -> Tensor:
-        """As `graphs.forward` of a step with images."""
+        """Logits `[rows, vocabulary]` after the last id of each row, for a step with images."""
         assert step.pictured is not None
         row, column, ids = step.pictured
         numbers, places = unkey(ids)
@@ -111,7 +120,7 @@ class ImageEncoder:
             taken = torch.from_numpy(places[mine]).to(model.device)
             parts.append(ImageFeatures(whole.rows[taken], tuple(layer[taken] for layer in whole.deep)))
             order.append(mine)
-        # In the order of the step, row by row: language models that add features later count on it.
+        # Restore row-by-row order: models that add features in deeper layers rely on it.
         back = torch.from_numpy(np.argsort(np.concatenate(order))).to(model.device)
         together = concat_features(parts)
         features = ImageFeatures(together.rows[back], tuple(layer[back] for layer in together.deep))
@@ -144,12 +153,12 @@ class ImageEncoder:
 
 
 def key(number: int, place: int) -> int:
-    """The id of a place in an image."""
+    """KV-cache id of a feature: negative, from the image number and the feature's index."""
     return -(number << PLACES | place) - 1
 
 
 def unkey(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The images and the places in them that ids below 0 name."""
+    """Image numbers and feature indices of negative ids."""
     numbers = -(ids + 1)
     return numbers >> PLACES, numbers & ((1 << PLACES) - 1)
 

@@ -3,10 +3,10 @@
 1. A slot is one row of `[slots, length, heads, head_dim]` per layer, and the ids it was computed from. A
    call owns a slot while it runs; afterwards the slot keeps its ids, so that a prompt with the same prefix
    computes only the rest. Rows and length grow with use, up to the configured limits.
-2. `KVCache` is the `past_key_values` of a forward pass: `arrange` chooses the rows and the places of new
+2. `KVCache` is the `past_key_values` of a forward pass: `arrange` chooses the rows and positions of new
    keys (`fixed` does so for a step of fixed shape), and the model's layers call `update`. With decode
    kernels (`ways`), the layers of a fixed step use `lanes` and `memory` instead.
-3. Needs torch and transformers only.
+3. Depends only on numpy, torch and transformers.
 """
 
 from __future__ import annotations
@@ -26,44 +26,54 @@ if TYPE_CHECKING:
     from afield.engines.torch.decode_kernels import DecodeKernels
 
 FIRST_ROWS = 8
-# On a GPU growing costs more than room does: steps recorded for the old memory have to be recorded again.
+# Larger on a GPU, because CUDA graphs are captured again whenever the cache grows.
 FIRST_LENGTH = {"cpu": 128, "cuda": 512}
 LENGTH_STEP = 32
 ATTENTION = "afield_slots"
 
 
 class ForwardInputs(NamedTuple):
-    """The inputs of one forward pass, and the output row of each slot that was asked for.
-
-    `position_ids` are `[3, rows, width]` for models with M-RoPE. `pictured` has the row and column of every
-    place of an image, and its id, which is below 0.
-    """
+    """Inputs of one forward pass."""
 
     input_ids: Tensor
+    """Token ids, `[rows, width]`, padded on the left."""
     position_ids: Tensor
+    """Positions, `[rows, width]`; `[3, rows, width]` for models with M-RoPE."""
     attention_mask: Tensor
+    """Additive mask, `[rows, 1, width, length]`; a dummy for steps with decode kernels."""
     rows: Tensor
+    """Output row of each slot."""
     pictured: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+    """Row, column and negative id of each image token; None without images."""
 
 
 class _Writes(NamedTuple):
-    """Which key-value rows a pass reads, and where the new ones come from and go to."""
+    """Cache rows that a forward pass reads, and source and target of its new keys and values."""
 
     read: slice | Tensor
+    """Cache rows that the pass attends to."""
     length: int
+    """Number of keys per row that the pass attends to."""
     slots: Tensor
+    """Cache row of each new key."""
     positions: Tensor
+    """Position of each new key in its cache row."""
     source: tuple[Tensor, Tensor] | None
+    """Row and column of each new key in the pass; None when no row is padded."""
 
 
 class Lanes(NamedTuple):
-    """Of a fixed step: the row of the memory and the position of each id, int32."""
+    """Cache coordinates of each id of a fixed step."""
 
     rows: Tensor
+    """Cache rows, int32."""
     positions: Tensor
+    """Positions in the cache rows, int32."""
 
 
 class KVCache(Cache):
+    """Slots of keys and values, used as `past_key_values` of a transformers model."""
+
     def __init__(
         self,
         layers: int,
@@ -75,8 +85,18 @@ class KVCache(Cache):
         image_id: int | None = None,
         mrope: bool = False,
     ):
-        """Ids below 0 are places of images; the model sees `image_id` there. With `mrope`, tokens have three
-        positions each (M-RoPE), which are not those in the memory."""
+        """Create an empty cache.
+
+        Args:
+            layers: decoder layers of the model.
+            max_slots: slots that the cache may grow to.
+            max_length: tokens per slot that the cache may grow to.
+            dtype: dtype of keys and values.
+            device: device of keys and values.
+            ways: decode kernels of fixed steps; None for the model's own attention.
+            image_id: id that the model sees in place of the negative ids of image tokens.
+            mrope: whether tokens have three positions (M-RoPE), which differ from their cache positions.
+        """
         super().__init__(layers=[])
         self._image_id = image_id
         self._mrope = np.zeros((3, 0, 0), dtype=np.int64) if mrope else None
@@ -97,20 +117,20 @@ class KVCache(Cache):
 
     @property
     def rows(self) -> int:
-        """How many slots there is memory for. The row after the last is for what nobody will read."""
+        """Number of allocated slots. The cache has one more row, a scratch row for idle lanes."""
         return self._ids.shape[0]
 
     @property
     def length(self) -> int:
         return self._ids.shape[1]
 
-    # --- owning a slot ----------------------------------------------------------------------------
+    # --- slots ------------------------------------------------------------------------------------
 
     def take(self, prompt: Sequence[int], mrope: np.ndarray | None = None) -> tuple[int, int] | None:
-        """A slot for this prompt and how many of its ids are computed already; None when all are busy.
+        """Claim a slot for the prompt; returns the slot and the number of reused ids, None if all are busy.
 
-        At least one id is left to compute, since the next token's distribution comes from it. `mrope` are the
-        positions of its tokens, `[3, length]`, where they are not counted from 0.
+        At least one id stays to be computed: the distribution of the next token comes from it. `mrope` are
+        the M-RoPE positions of the prompt, `[3, length]`; None counts from 0.
         """
         busy = int(self._busy.sum())
         if busy == self._max_slots:
@@ -131,7 +151,7 @@ class KVCache(Cache):
         return slot, reused
 
     def restart(self, slot: int) -> None:
-        """Compute all ids of this slot again."""
+        """Mark all ids of the slot as not computed."""
         self._computed[slot] = 0
 
     def release(self, slot: int) -> None:
@@ -143,16 +163,16 @@ class KVCache(Cache):
         self.make_room(position + 1)
         self._ids[slot, position] = token
         if self._mrope is not None:
-            # Behind an image, whose places may be far apart, text goes on from the largest.
+            # The three positions of an image token differ; text after it continues from the largest.
             self._mrope[:, slot, position] = self._mrope[:, slot, position - 1].max() + 1
 
     def make_room(self, length: int) -> None:
-        """Memory for slots of this length."""
+        """Grow the cache to slots of `length` ids."""
         if length > self._ids.shape[1]:
             self._reserve(0, length)
 
     def next_ids(self, slots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """The first id of each slot that is not computed, and its position."""
+        """First id of each slot that is not computed, and its position."""
         rows = np.asarray(slots)
         position = self._computed[rows]
         return self._ids[rows, position], position
@@ -164,23 +184,23 @@ class KVCache(Cache):
         self._computed[list(slots)] += counts
 
     def forget(self) -> None:
-        """Other weights: nothing that was computed holds any more. The ids stay."""
+        """Invalidate all keys and values after a weight change; the ids stay."""
         self._computed[:] = 0
 
     def _longest_prefix(self, ids: np.ndarray) -> tuple[int, int]:
         differs = self._ids[:, : len(ids)] != ids
         common = np.where(differs.any(axis=1), differs.argmax(axis=1), len(ids))
         common = np.minimum(np.minimum(common, self._computed), len(ids) - 1)
-        # Between equals a free slot wins: it is used in place, without a copy.
+        # A free slot wins a tie: it is used in place, without a copy.
         source = int((2 * common + ~self._busy).argmax())
         return source, int(common[source])
 
     def _least_useful(self) -> int:
-        """An empty slot if there may be another, else the free one left alone for longest."""
+        """A new slot while the cache may grow, else the least recently used free one."""
         free = np.flatnonzero(~self._busy)
         slot = int(free[self._used[free].argmin()])
         rows = len(self._busy)
-        # Twice the calls ever in flight: idle conversations keep their prefix, a lone caller stays small.
+        # Grow to twice the peak concurrency: idle conversations keep their prefix, one caller needs little.
         if self._computed[slot] and rows < min(2 * self._peak, self._max_slots):
             self._reserve(rows + 1, 0)
             return rows
@@ -217,7 +237,7 @@ class KVCache(Cache):
                     new[:have_rows, :have_length] = old[:have_rows]
 
     def _zeros(self, rows: int, length: int, heads: int, dim: int) -> Tensor:
-        # Zeros, not garbage: a masked NaN times an attention weight of 0 is still NaN.
+        # Not torch.empty: a masked NaN times an attention weight of 0 is still NaN.
         try:
             return torch.zeros(rows + 1, length, heads, dim, dtype=self._dtype, device=self._device)
         except torch.OutOfMemoryError as error:
@@ -225,13 +245,13 @@ class KVCache(Cache):
                 f"the device has no memory for {rows} slots of {length} ids; lower max_slots or max_context"
             ) from error
 
-    # --- a forward pass ---------------------------------------------------------------------------
+    # --- forward pass -----------------------------------------------------------------------------
 
     def arrange(self, slots: Sequence[int], counts: Sequence[int]) -> ForwardInputs:
-        """Compute the next `counts` ids of these slots (ascending) in one pass.
+        """Prepare a forward pass over the next `counts` ids of `slots` (ascending).
 
-        Rows are padded on the left, so the last output position is the last id of every row. Idle
-        slots in between ride along when that is cheaper than gathering the keys of the others.
+        Rows are padded on the left, so the last output position is the last id of every row. Idle slots in
+        between are included when that is cheaper than gathering the keys of the others.
         """
         width = max(counts)
         low, high = slots[0], slots[-1] + 1
@@ -267,10 +287,10 @@ class KVCache(Cache):
     def fixed(
         self, ids: Tensor, positions: Tensor, rows: Tensor, length: int, *, gathered: bool
     ) -> ForwardInputs:
-        """One id for each of `rows`, at `positions`, over the first `length` keys; the host reads nothing.
+        """Prepare a fixed-shape pass: one id per row, over the first `length` keys, without device syncs.
 
-        The keys read are those of `rows` if they are `gathered`, else of as many rows from the first on.
-        With `ways` they are those of `rows` up to `positions`, and there is no mask.
+        The pass reads the keys of `rows` if `gathered`, else of the first `len(rows)` cache rows. With decode
+        kernels (`ways`) it reads the keys of `rows` up to `positions`, without a mask.
         """
         if self.ways is not None:
             self._writes = None
@@ -292,7 +312,7 @@ class KVCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Store `[batch, heads, queries, dim]` where `arrange` said; give all keys and values of its rows."""
+        """Store `[batch, heads, queries, dim]` as prepared by `arrange` or `fixed`; returns rows to read."""
         if self._writes is None:
             raise RuntimeError("arrange() has to come before a forward pass")
         return (
@@ -301,7 +321,7 @@ class KVCache(Cache):
         )
 
     def memory(self, layer: int, heads: int, size: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values, `[rows, length, heads, size]`."""
+        """Keys and values of a layer, `[rows, length, heads, size]`."""
         return self._held(self._keys, layer, heads, size), self._held(self._values, layer, heads, size)
 
     def _held(self, memory: list[Tensor | None], layer: int, heads: int, size: int) -> Tensor:
@@ -331,9 +351,9 @@ def slot_attention(
     scaling: float | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Attention of a few queries over the slots' keys, without repeating keys for grouped queries."""
+    """Attention over cached keys, without repeating keys for grouped queries."""
     groups = query.shape[1] // key.shape[1]
-    # Only a CPU's kernel takes grouped queries and a mask without writing the keys out again.
+    # Only the CPU kernel accepts grouped queries and a mask without materialising repeated keys.
     if groups > 1 and (query.shape[2] == 1 or query.is_cuda):
         out = folded_attention(query, key, value, attention_mask, scaling)
     else:
@@ -346,7 +366,7 @@ def slot_attention(
 def folded_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    """The queries that share a key head become its query positions."""
+    """Grouped-query attention with the queries of one key head folded into its query positions."""
     batch, heads, width, dim = query.shape
     groups = heads // key.shape[1]
     if mask is not None and width > 1:
@@ -357,10 +377,10 @@ def folded_attention(
 
 
 def use_slots(model: PreTrainedModel) -> None:
-    """From now on the model's attention is the slots'."""
+    """Set `slot_attention` as the model's attention implementation."""
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, slot_attention)
     if model.device.type == "cuda":
-        # cuDNN's attention plans every new shape on the host, which takes longer than the attention.
+        # cuDNN attention plans every new shape on the host, which takes longer than the attention itself.
         torch.backends.cuda.enable_cudnn_sdp(False)
     model.set_attn_implementation(ATTENTION)
 

@@ -2,8 +2,8 @@
 
 The distribution is the model's under the constraint mask, then temperature, top-k and top-p, renormalised;
 log-probabilities are those of that distribution, in float32. Temperature 0 takes the most likely token and
-reports its log-probability without temperature. `draw` does all of it. `pick` neither masks nor truncates and
-never synchronises with the device, so that a CUDA graph can contain it.
+reports its log-probability without temperature. `draw` supports all of it. `pick` neither masks nor truncates
+and never synchronises with the device, so that a CUDA graph can contain it.
 """
 
 from __future__ import annotations
@@ -18,29 +18,35 @@ from torch.nn.functional import pad
 from afield.bitmasks import restrict
 
 BLOCK = 128
-# Of logits and temperatures: the highest score of each block of tokens, and the sum of exp(score - highest).
+# (logits, temperatures, block size) -> highest score of each block, and its sum of exp(score - highest).
 Sums = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 class SamplingParams(Protocol):
-    """How tokens are drawn; `top_k` 0 means off."""
+    """Sampling parameters of one row."""
 
     @property
-    def temperature(self) -> float: ...
+    def temperature(self) -> float:
+        """Sampling temperature; 0 is greedy."""
+        ...
 
     @property
-    def top_p(self) -> float: ...
+    def top_p(self) -> float:
+        """Nucleus sampling threshold; 1 is off."""
+        ...
 
     @property
-    def top_k(self) -> int: ...
+    def top_k(self) -> int:
+        """Number of likeliest tokens to sample from; 0 is off."""
+        ...
 
 
 def distribution(
     logits: Tensor, samplings: Sequence[SamplingParams], masks: Mapping[int, Tensor] | None = None
 ) -> Tensor:
-    """The log-probabilities that each row of `logits` [rows, vocabulary] is drawn with, in float32.
+    """Float32 log-probabilities of the sampled distribution, for `logits` `[rows, vocabulary]`.
 
-    Rows with one of `masks` are held to it before anything else.
+    `masks` are constraint bitmasks by row, applied before temperature and truncation.
     """
     scores = logits.float()
     if masks:
@@ -63,7 +69,7 @@ def draw(
     uniforms: Sequence[float],
     masks: Mapping[int, Tensor] | None = None,
 ) -> tuple[list[int], list[float]]:
-    """A token and its log-probability for each row of `logits` [rows, vocabulary]."""
+    """Sample a token for each row of `logits` `[rows, vocabulary]`; returns tokens and log-probabilities."""
     logprobs = distribution(logits, samplings, masks)
     tokens = _invert(logprobs, torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
     greedy = [not s.temperature for s in samplings]
@@ -77,26 +83,26 @@ Top = tuple[tuple[int, float], ...]
 
 
 def likeliest(logprobs: Tensor, count: int, token: int, logprob: float) -> Top:
-    """The `count` likeliest tokens of one row [vocabulary] and their log-probabilities, likeliest first.
+    """The `count` likeliest tokens of one row `[vocabulary]` and their log-probabilities, likeliest first.
 
-    The one that was drawn has the log-probability that was reported for it, and comes first among equals;
-    tokens without probability are left out.
+    The sampled `token` has its reported `logprob` and wins ties; tokens of probability 0 are left out.
     """
     values, ids = logprobs.topk(min(count, len(logprobs)))
     pairs = [(i, p) for i, p in zip(ids.tolist(), values.tolist(), strict=True) if p > float("-inf")]
-    if pairs and token not in dict(pairs) and logprob >= pairs[-1][1]:  # one of several equals
+    if pairs and token not in dict(pairs) and logprob >= pairs[-1][1]:  # tied with the last pair
         pairs[-1] = (token, logprob)
     pairs = [(i, logprob if i == token else p) for i, p in pairs]
     return tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0] != token)))
 
 
 def plain_sums(logits: Tensor, temperature: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """`Sums` in plain torch."""
     scores = logits.float() / temperature[:, None]
     if missing := -scores.shape[1] % block:
         scores = pad(scores, (0, missing), value=float("-inf"))
     scores = scores.view(len(scores), -1, block)
     top = scores.amax(dim=-1)
-    # A block without probability: minus infinity less itself would be no number.
+    # A block of probability 0 would give -inf - -inf = NaN.
     base = top.masked_fill(top == float("-inf"), 0.0)
     return top, (scores - base[:, :, None]).exp_().sum(dim=-1)
 
@@ -104,9 +110,10 @@ def plain_sums(logits: Tensor, temperature: Tensor, block: int) -> tuple[Tensor,
 def pick(
     logits: Tensor, temperature: Tensor, uniforms: Tensor, sums: Sums = plain_sums
 ) -> tuple[Tensor, Tensor]:
-    """A token and its log-probability for each row, both left on the device.
+    """Sample a token for each row; returns tokens and log-probabilities on the device.
 
-    As `draw`, with a running sum over blocks of tokens and then inside one: the logits are read once.
+    Equivalent to `draw` without masks and truncation. A cumulative sum over blocks of tokens chooses the
+    block, a second one the token inside it, so the logits are read once.
     """
     greedy = temperature == 0
     divisor = temperature.masked_fill(greedy, 1.0).float()
@@ -118,7 +125,7 @@ def pick(
     target = uniforms.double()[:, None] * total
     index = torch.searchsorted(running, _below(target, running), right=True).clamp_(max=weights.shape[1] - 1)
     block = torch.where(greedy[:, None], tops.argmax(dim=-1, keepdim=True), index)
-    # Sums of the same numbers in another order: the rest can come out a little below 0 or too high.
+    # Sums in different orders differ by rounding: the rest can be slightly below 0 or too high.
     rest = (target - running.gather(1, block) + weights.gather(1, block)).clamp_(min=0)
     at = block * BLOCK + torch.arange(BLOCK, device=logits.device)
     beyond = at >= logits.shape[1]
@@ -132,7 +139,7 @@ def pick(
 
 
 def _truncate(scores: Tensor, samplings: Sequence[SamplingParams]) -> Tensor:
-    """Minus infinity for what top-k and then top-p leave out; the most likely token always stays."""
+    """Set tokens outside top-k and then top-p to minus infinity; the most likely token always stays."""
     ordered, index = scores.sort(dim=-1, descending=True, stable=True)
     vocabulary = scores.shape[-1]
     top_k = torch.tensor([s.top_k or vocabulary for s in samplings], device=scores.device)
@@ -141,7 +148,7 @@ def _truncate(scores: Tensor, samplings: Sequence[SamplingParams]) -> Tensor:
     ordered = ordered.masked_fill(rank >= top_k[:, None], float("-inf"))
     probability = ordered.softmax(dim=-1)
     before = probability.cumsum(dim=-1) - probability
-    # Without the second condition, rounding could cut the tail of a row whose top_p is 1.
+    # The second condition keeps rounding from cutting the tail of a row with top_p 1.
     beyond = (before >= top_p[:, None]) & (top_p < 1)[:, None]
     ordered = ordered.masked_fill(beyond & (rank > 0), float("-inf"))
     return torch.empty_like(scores).scatter_(1, index, ordered)
@@ -155,6 +162,6 @@ def _invert(logprobs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _below(target: Tensor, running: Tensor) -> Tensor:
-    """Strictly below the total, so that the token found always has a probability above 0."""
+    """Clamp the target strictly below the total, so that the chosen token has a probability above 0."""
     total = running[:, -1:]
     return torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))

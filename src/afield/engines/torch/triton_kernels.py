@@ -1,8 +1,8 @@
 """Triton kernels of a decode step: rotate and store, attention, gated MLP, block sums.
 
-Each lane gives one id to one row of the KV cache `[rows, length, heads, size]`. The kernels read and write
-it in place, each key once and only the keys in use; no shape depends on their number. They round where the
-model's own layers round. `decode_kernels` has each one in plain torch and compares them on the device.
+Each lane adds one id to one row of the KV cache `[rows, length, heads, size]`. The kernels read and write it
+in place, reading each key in use once; no shape depends on the number of keys. They round where the model's
+own layers round. `decode_kernels` has plain torch versions and compares the kernels with them on the device.
 Import only with CUDA; with `TRITON_INTERPRET=1` the kernels run on a CPU.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.errors import TritonError  # pyright: ignore[reportMissingImports]
 
 REFUSALS: tuple[type[Exception], ...] = (TritonError,)
-# A matrix unit takes no fewer queries at once.
+# Smallest row count of tl.dot.
 FEWEST_QUERIES = 16
 KEYS_AT_ONCE = 64
 ELEMENTS_AT_ONCE = 1024
@@ -26,7 +26,7 @@ TOKENS_AT_ONCE = 4096
 
 
 class Kernel(Protocol):
-    """Called from another kernel, or launched over a grid."""
+    """Triton kernel: called from another kernel, or launched over a grid."""
 
     def __call__(self, *args: Any) -> Any: ...
 
@@ -44,7 +44,7 @@ def _rounded(x, like):
 
 @jit
 def _half(source, weight, cos, sin, target, eps, half: tl.constexpr, normed: tl.constexpr):
-    """One head of one lane: normed, if it is to be, and turned by its position."""
+    """Apply the optional RMS norm and the rotary embedding to one head of one lane."""
     d = tl.arange(0, half)
     a = tl.load(source + d).to(tl.float32)
     b = tl.load(source + half + d).to(tl.float32)
@@ -147,7 +147,7 @@ def attend(
     warps: int = 4,
     stages: int = 2,
 ) -> Tensor:
-    """`step`, `warps` and `stages` change how fast it is, not what comes out."""
+    """Attention of each lane; `step`, `warps` and `stages` tune speed only."""
     lanes, heads, size = q.shape
     groups = heads // keys.shape[2]
     out = torch.empty_like(q)
@@ -190,7 +190,7 @@ def _sums(
     x = tl.load(logits + row.to(tl.int64) * stride + at, mask=there, other=float("-inf")).to(tl.float32)
     x = x / tl.load(temperature + row)
     top = tl.max(x, 1)
-    # A block without probability: minus infinity less itself would be no number.
+    # A block of probability 0 would give -inf - -inf = NaN.
     total = tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)[:, None]), 1)
     tl.store(tops + row * blocks + block, top, mask=block < blocks)
     tl.store(totals + row * blocks + block, total, mask=block < blocks)

@@ -34,7 +34,7 @@ from afield.rounding import DTYPES, PublishedUpdate, Rounding, measure_update, r
 from afield.vision import has_vision, tensor_name
 
 log = logging.getLogger("afield.engines")
-KEPT = 0.9  # share of an adapter that has to survive its merge, or it is told
+KEPT = 0.9  # share of an adapter that must survive rounding; below it, a warning is logged
 EXPECTED = "expected a directory with config.json, model.safetensors and tokenizer.json"
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -45,10 +45,12 @@ BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 class ModelParameter(msgspec.Struct, frozen=True):
-    """A tensor of the model. Tied tensors are one parameter with several names."""
+    """Tensor of the model; tied tensors are one parameter with several names."""
 
     names: tuple[str, ...]
+    """Names in the state dict."""
     tensor: Tensor
+    """Tensor being served; weight updates copy into it."""
 
 
 class _ShardIndex(msgspec.Struct):
@@ -56,6 +58,7 @@ class _ShardIndex(msgspec.Struct):
 
 
 def read_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Load a model directory for inference; raises UsageError if it is incomplete or unsupported."""
     for name in ("config.json", ONE_FILE):
         if not (path / name).is_file() and not (name == ONE_FILE and (path / INDEX).is_file()):
             raise UsageError(f"model path {str(path)!r} has no {name}; {EXPECTED}")
@@ -64,7 +67,7 @@ def read_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         with ALONE:
-            # The stubs do not know that loading information comes as a second value.
+            # The type stubs lack the second return value, the loading report.
             kind = AutoModelForImageTextToText if has_vision(path) else AutoModelForCausalLM
             loaded: Any = kind.from_pretrained(
                 path, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
@@ -87,11 +90,11 @@ def read_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
 
 
 def _unfit(config: PreTrainedConfig) -> str | None:
-    """What in a configuration would make a token's distribution depend on more than the ids before it."""
+    """First feature of a configuration that cannot be served exactly; None if there is none."""
     layers = set(getattr(config, "layer_types", None) or ())
     if strange := sorted(layers - SUPPORTED_LAYERS):
         return f"{strange[0]!r} layers"
-    # One setting for all layers, or one for each kind of layer.
+    # rope_parameters holds one setting for all layers, or one per layer type.
     rope = getattr(config, "rope_parameters", None) or {}
     settings = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     shifting = [s["rope_type"] for s in settings if s.get("rope_type") in BATCH_DEPENDENT_ROPE]
@@ -103,7 +106,7 @@ def _unfit(config: PreTrainedConfig) -> str | None:
 
 
 def longest_context(config: PreTrainedConfig) -> int:
-    """What the positions allow; up to the window, sliding layers see all there is."""
+    """Longest supported context in tokens: position embeddings, and the window of sliding layers."""
     limits: list[int] = [config.max_position_embeddings]
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         limits.append(config.sliding_window)
@@ -111,6 +114,7 @@ def longest_context(config: PreTrainedConfig) -> int:
 
 
 def parameters(model: PreTrainedModel) -> list[ModelParameter]:
+    """Parameters of the model, with tied tensors merged."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, tensor in model.state_dict().items():
@@ -125,11 +129,10 @@ def read_weights(
     base: Path,
     rounding: Rounding = Rounding(),  # noqa: B008
 ) -> list[Tensor]:
-    """The directory's tensors in the order of `wanted`, checked against it, of its type and on its device.
+    """Read weights in the order of `wanted`, with its dtypes and devices; raises UsageError on mismatch.
 
-    If it holds an adapter: the tensors of `base` with the adapter merged in float32, then rounded as the
-    directory says, or else as `rounding` does. They are copies: the directories may change or go as soon as
-    this returns.
+    An adapter directory is merged in float32 into the tensors of `base`, then rounded as the directory
+    specifies, else as `rounding` does. Tensors are copies: the directories may change afterwards.
     """
     if not is_adapter(path):
         tensors_by_name = _read_all(path)
@@ -165,19 +168,23 @@ def _copied(tensor: Tensor, parameter: ModelParameter) -> Tensor:
 
 
 def _for(weight: Tensor, rounding: Rounding) -> Rounding:
-    """The bits of this rounding, in the dtype that is served."""
+    """`rounding` with the dtype of the served weight."""
     name = next(name for name, dtype in DTYPES.items() if dtype == weight.dtype)
     return msgspec.structs.replace(rounding, dtype=name)
 
 
 class _Change(NamedTuple):
-    """What an adapter adds to a weight."""
+    """Low-rank update of one weight."""
 
     down: Tensor
+    """Factor A, `[rank, in]`."""
     up: Tensor
+    """Factor B, `[out, rank]`."""
     scale: float
+    """LoRA scale, alpha divided by the rank (its root with rsLoRA)."""
 
     def on(self, device: torch.device) -> Tensor:
+        """Update as a full matrix on `device`."""
         return self.scale * (self.up.to(device) @ self.down.to(device))
 
 

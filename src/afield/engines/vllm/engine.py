@@ -1,12 +1,12 @@
 """vLLM engine: token ids, log-probabilities and weight versions from a vLLM server.
 
 1. Calls go to `/inference/v1/generate` if the server has it (`--enable-scale-out`), else to
-   `/v1/completions`, which reports version intervals. Each network read is one chunk; exact versions come
-   with the last one.
-2. Loading and pausing need VLLM_SERVER_DEV_MODE=1 on the server.
-3. Whole weights are swapped under all calls; an adapter serves the calls that begin after it, see
+   `/v1/completions`, where weight versions are intervals. Each network read is one chunk; exact versions
+   come with the last one.
+2. Loading weights and pausing need VLLM_SERVER_DEV_MODE=1 on the server.
+3. Running calls continue with new full weights; an adapter serves only the calls that begin after it, see
    `vllm.lora`.
-4. A seed repeats only on one server under the same load: batching changes the last bits.
+4. A seed reproduces tokens only on one server under the same load: batching changes the last bits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NO_LABELS = (
 )
 
 
-CANDIDATES = (20, 10, 5, 1)  # how many of the likeliest tokens are asked for, the most first
+CANDIDATES = (20, 10, 5, 1)  # values of top_logprobs to try, largest first
 
 
 class _WeightInfo(Struct):
@@ -54,18 +54,26 @@ WEIGHT_INFO = msgspec.json.Decoder(_WeightInfo)
 
 
 class VllmEngine(RemoteEngine):
+    """Engine for a vLLM server."""
+
     remedy = "start vLLM with --logprobs-mode processed_logprobs"
 
     def __init__(self, url: str, *, model: str | None = None, images: bool = False, **options: Any) -> None:
-        """`images`: whether the model takes images, which vLLM does not report. For `options` see
-        `RemoteEngine`."""
+        """Create an engine.
+
+        Args:
+            url: base URL of the server.
+            model: served model name; None takes the first one.
+            images: whether the model accepts images, which vLLM does not report.
+            options: options of `RemoteEngine`.
+        """
         super().__init__(url, **options)
         self._model, self._images = model, images
         self._exact, self._manageable = True, False
-        self._labelled = True  # the server keeps the name of its weights; older releases (0.26) do not
-        self._own = self._initial  # the version that was loaded from here, where it does not
+        self._labelled = True  # whether the server labels its weights; older releases (0.26) do not
+        self._own = self._initial  # version loaded by this engine, for servers without labels
         self._encoded = wire.PromptEncoder()
-        self._mixes = False  # calls on the base weights may be computed with an adapter beside them
+        self._mixes = False  # whether an adapter may affect calls on the base weights in the same batch
         self._adapters = VllmAdapters(self._http, self._leases)
 
     async def _learn(self) -> EngineInfo:
@@ -81,7 +89,7 @@ class VllmEngine(RemoteEngine):
             raise Unavailable(f"{self.url} is paused; POST /resume there to continue it")
         status, _ = await self._http.status("POST", wire.GENERATE, {})
         self._exact = status not in {403, 404, 405}
-        # Claims everything until it is measured, so that `check_call` lets the measuring calls pass.
+        # Claims constraints until they are measured, so that `check_call` accepts the measuring calls.
         self._known = info = EngineInfo(
             kind="vllm",
             version=self._version,
@@ -100,7 +108,7 @@ class VllmEngine(RemoteEngine):
         return structs.replace(info, max_top_logprobs=await self._most_candidates(), constraints=holds)
 
     async def _most_candidates(self) -> int:
-        """Most top_logprobs that the server accepts (`--max-logprobs`, which it does not report)."""
+        """Largest top_logprobs that the server accepts (`--max-logprobs`, which it does not report)."""
         info = self._entered()
         for count in CANDIDATES:
             self._known = structs.replace(info, max_top_logprobs=count)
@@ -134,7 +142,7 @@ class VllmEngine(RemoteEngine):
         return status == 200 and self._http.decode(data, PAUSED).is_paused
 
     async def waiting(self) -> int | None:
-        """Number of calls in the server's queue; None if it has no metrics."""
+        """Number of calls in the server's queue; None if it reports no metrics."""
         status, data = await self._http.status("GET", "/metrics")
         return gauge(data, "vllm:num_requests_waiting") if status == 200 else None
 
@@ -143,15 +151,15 @@ class VllmEngine(RemoteEngine):
     def _request(
         self, call: GenerateRequest, lease: AdapterLease | None
     ) -> tuple[str, dict[str, Any], dict[str, str]]:
-        """Path, body and headers."""
+        """Path, body and headers of a request."""
         limit = self._limit(call)
         make = wire.generate_body if self._exact else wire.completions_body
         path = wire.GENERATE if self._exact else wire.COMPLETIONS
-        if call.top_logprobs:  # it puts the sampled token among so many, also where that is not one of them
+        if call.top_logprobs:  # vLLM counts the sampled token in, even if it is not among the likeliest
             most = self._entered().max_top_logprobs
             call = structs.replace(call, top_logprobs=min(call.top_logprobs + 1, most))
         model = self._model or ""
-        # Routers in front of several servers send a session where its prefix is cached.
+        # A router uses the session id to pick the server that has the session's prefix cached.
         headers = {"x-session-id": call.session_id}
         if lease is not None:
             model, headers["x-request-id"] = adapter_name(model, lease.version), lease.id
@@ -168,7 +176,7 @@ class VllmEngine(RemoteEngine):
             yield chunk
 
     async def _lowest(self, low: int, lease: AdapterLease | None) -> int:
-        """The lowest version of a reply without version spans: the server may have restarted meanwhile."""
+        """Lowest version of a reply without version spans; detects a restart during the call."""
         if self._exact or lease is not None or not (self._manageable and self._labelled):
             return low
         label = self._http.decode(await self._http.ask("GET", "/weight_info"), WEIGHT_INFO).weight_version
@@ -178,13 +186,13 @@ class VllmEngine(RemoteEngine):
 
     @property
     def _mixed(self) -> bool:
-        """Whether calls without an adapter have version intervals, because adapters share their batches."""
+        """Whether calls without an adapter get version intervals, because adapters share their batches."""
         return self._mixes and self._leases.newest is not None
 
     def _cut(
         self, call: GenerateRequest, sampled: wire.VllmSample, low: int, lease: AdapterLease | None
     ) -> list[Chunk]:
-        """One chunk for each version span."""
+        """Split a reply into one chunk per version span."""
         if sampled.finish is None:
             raise Unavailable(f"{self.url} sent a reply without a finish reason")
         length = len(sampled.token_ids)
@@ -228,7 +236,7 @@ class VllmEngine(RemoteEngine):
             async for data in reads:
                 data_events = events.feed(data)
                 if last is not None or not data_events:
-                    continue  # to the end, so that the connection can be used again
+                    continue  # read to the end, so that the connection can be reused
                 chunk = self._merge(call, data_events, low, length, lease)
                 length += len(chunk.token_ids)
                 if chunk.finish is not None:
@@ -255,7 +263,7 @@ class VllmEngine(RemoteEngine):
         replies = self._http.decode(b"[" + b",".join(data_events) + b"]", decoder)
         sampled = wire.VllmSample(replies, self.url, call.top_logprobs)
         versions, high = None, max(low, self._version)
-        if lease is not None:  # the server's own spans are those of the weights below the adapter
+        if lease is not None:  # the server's spans are those of the base weights
             low = high = lease.version
         elif sampled.spans and not self._mixed:
             length = before + len(sampled.token_ids)
@@ -309,12 +317,12 @@ class VllmEngine(RemoteEngine):
         return wire.GENERATE_ID if self._exact else wire.COMPLETIONS_ID
 
     async def _swap(self, version: int, path: str) -> None:
-        # Calls on adapters of the old weights go on with the new ones, as all others do.
+        # Calls on adapters of the old weights continue with the new full weights.
         await self._adapters.end_calls(0, self._call_names)
         self._leases.newest = None
         await self._order("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
         await self._name(version)
-        # Calls in flight compute their context anew, so that no token depends on two versions' caches.
+        # Running calls recompute their context, so that no token depends on the caches of two versions.
         for pause_s in RESET_PAUSES_S:
             await asyncio.sleep(pause_s)
             if was_reset(await self._order(RESET)):

@@ -2,8 +2,9 @@
 
 1. The server needs `--enable-lora`, `--max-loras` of at least 2 (the newest version and calls in flight) and
    VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.
-2. With more adapters than it has room for, vLLM drops one in use and reads it from its directory again, or
-   crashes if that is gone. So calls of the oldest versions are aborted first and continue with a newer one.
+2. With more adapters than `--max-loras`, vLLM evicts one in use and reads it from its directory again, or
+   crashes if the directory is gone. So calls of the oldest versions are aborted first and continue with a
+   newer version.
 3. Loading a version unloads the versions that no call uses.
 """
 
@@ -70,7 +71,7 @@ class _ModelConfig(Struct):
 
 
 def is_tied(path: str) -> bool:
-    """As far as it can be seen from here."""
+    """Whether the model directory ties its embeddings; False if config.json cannot be read here."""
     try:
         return msgspec.json.decode(
             (Path(path) / "config.json").read_bytes(), type=_ModelConfig
@@ -84,14 +85,16 @@ def adapter_name(base: str, version: int) -> str:
 
 
 class VllmAdapters:
+    """Loads and unloads LoRA adapters on a vLLM server."""
+
     def __init__(self, http: EngineHttpClient, leases: AdapterLeases) -> None:
         self._http, self._leases = http, leases
         self._known: _VllmConfig | None = None
-        self._named: dict[int, str] = {}  # what the server lists
-        self._silent = ""  # why its configuration is not known
+        self._named: dict[int, str] = {}  # adapter names by version, as the server lists them
+        self._silent = ""  # reason why the server's configuration is unknown
 
     async def look(self, base: str) -> int | None:
-        """The newest version among the adapters of `base` that the server lists."""
+        """Newest version among the adapters of `base` that the server lists; None without adapters."""
         served = self._http.decode(await self._http.ask("GET", "/v1/models"), MODELS).data
         ours = re.compile(re.escape(base) + r"-v(\d+)")
         matches = {m.id: ours.fullmatch(m.id) for m in served if m.parent is not None}
@@ -99,7 +102,10 @@ class VllmAdapters:
         return max(self._named, default=None)
 
     async def load(self, base: str, version: int, path: str, ends: str) -> None:
-        """Serve the adapter to calls that begin from now on. A refusal changes nothing."""
+        """Serve the adapter to new calls; raises UsageError, with nothing changed, if the server refuses it.
+
+        `ends` is the format of the server's request ids, see `end_calls`.
+        """
         room = await self._ask_room()
         await self.end_calls(room - 1, ends)
         name = adapter_name(base, version)
@@ -116,16 +122,17 @@ class VllmAdapters:
         await self.end_calls(await self._ask_room(), ends)
 
     async def end_calls(self, room: int, ends: str) -> None:
-        """Calls of the oldest versions end, and go on, so that at most `room` versions are in use.
+        """Abort the calls of the oldest versions so that at most `room` versions are in use.
 
-        `ends` makes the server's name of a call from ours.
+        The aborted calls continue with a newer version. `ends` is the format of the server's request ids,
+        `GENERATE_ID` or `COMPLETIONS_ID`.
         """
         if gone := self._leases.revoke(room):
             ids = [ends.format(lease.id) for lease in gone]
             await self._http.ask("POST", "/abort_requests", {"request_ids": ids})
 
     async def _tidy(self) -> None:
-        # The one before may be asked for by another process that has not heard of the newest yet.
+        # Keeps the previous version too: another process may not know the newest one yet.
         old = sorted(self._named)[:-2]
         idle = [version for version in old if not self._leases.in_use(version)]
         for version in idle:
@@ -135,20 +142,20 @@ class VllmAdapters:
             del self._named[version]
 
     async def device(self) -> str:
-        """Where the server computes, as far as it tells."""
+        """Device type of the server; empty if it does not report it."""
         config = await self._config()
         return config.device_config.device if config else ""
 
     async def dtype(self) -> str:
-        """In which the server holds its weights, as far as it tells."""
+        """Dtype of the served weights; empty if the server does not report it."""
         config = await self._config()
         name = str(config.served.dtype).removeprefix("torch.") if config else ""
         return name if name in ("float32", "bfloat16", "float16") else ""
 
     async def mixes(self) -> bool:
-        """Whether calls on the base weights may be computed with an adapter that shares their batch.
+        """Whether an adapter may affect calls on the base weights in the same batch.
 
-        vLLM on a CPU does that (seen with 0.32); one that does not tell its device is not trusted either.
+        vLLM on a CPU does that (seen with 0.32); True also for a server that does not report its device.
         """
         config = await self._config()
         return config is None or config.device_config.device == "cpu"
@@ -168,13 +175,13 @@ class VllmAdapters:
         return room
 
     async def _room_by_metrics(self) -> int | None:
-        """For servers whose /server_info fails: vLLM's looks for pip, which some environments lack."""
+        """Adapter limit from /metrics, for servers whose /server_info fails (it needs pip)."""
         status, data = await self._http.status("GET", "/metrics")
         match = MAX_LORA.search(data) if status == 200 else None
         return int(match[1]) if match else None
 
     async def _config(self) -> _VllmConfig | None:
-        """Asked once, when it is needed: a server takes seconds to tell the first time."""
+        """Server configuration, requested once on first use: the first response takes seconds."""
         if self._known is None:
             status, data = await self._http.status("GET", "/server_info?config_format=json")
             if status == 200:

@@ -1,9 +1,12 @@
 """Weight transfer to a vLLM server (NCCL, CUDA IPC), from the trainer's process.
 
-vLLM's trainer-side engines take any object with these four methods and move the tensors themselves.
-`VllmTransfer` also pauses the server's calls meanwhile and labels the version, so that no token is sampled
-from half of the weights. After a failed transfer the server stays paused, because it may hold parts of the
-weights: send them again. Tell the gateway with `publish` and no path. Blocking; for one thread.
+1. vLLM's trainer-side engines move the tensors; they call the four protocol methods of `VllmTransfer`.
+2. `VllmTransfer` pauses generation during the transfer and labels the version, so that no token is sampled
+   from half of the weights.
+3. After a failed transfer the server stays paused, because it may hold parts of the weights: send them again.
+4. Publish the version to the gateway afterwards, with `publish` and no path.
+
+Blocking and not thread-safe.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from afield.errors import Unavailable, UsageError
 SHOWN = 300
 RESET = "/reset_prefix_cache?reset_running_requests=true"
 KEEPS = "does not give up what the old weights computed; POST /reset_prefix_cache says success false"
-RESET_PAUSES_S = (0.0, 0.05, 0.1, 0.3, 0.5, 1.0, 2.0)  # transfers of blocks that are under way take a while
+RESET_PAUSES_S = (0.0, 0.05, 0.1, 0.3, 0.5, 1.0, 2.0)  # the reset fails while block transfers are running
 
 
 class _Reset(msgspec.Struct):
@@ -30,7 +33,7 @@ class _Reset(msgspec.Struct):
 
 
 def was_reset(body: bytes) -> bool:
-    """Whether the caches are gone: a server that could not says so with status 200."""
+    """Whether the caches were reset; vLLM reports failure in the body, with status 200."""
     try:
         return not body or msgspec.json.decode(body, type=_Reset).success
     except msgspec.MsgspecError:
@@ -38,16 +41,16 @@ def was_reset(body: bytes) -> bool:
 
 
 class VllmTransfer:
-    """`with transfer.publishing(7): sender.send_weights()`, where the sender has this as its client."""
+    """Client of vLLM's weight sender: `with transfer.publishing(7): sender.send_weights()`."""
 
     def __init__(self, url: str, *, timeout_s: float = 300.0) -> None:
         self.url, self._timeout_s = url.rstrip("/"), timeout_s
         self._version: int | None = None
-        self._touched = False  # the server may hold parts of weights
+        self._touched = False  # whether the server may hold parts of new weights
 
     @contextmanager
     def publishing(self, version: int) -> Iterator[None]:
-        """What is sent meanwhile is this version. It has to have been finished when this is left."""
+        """Label the weights sent inside the block; raises UsageError if the transfer is not finished."""
         self._version = version
         yield
         if self._version is not None:
@@ -55,7 +58,7 @@ class VllmTransfer:
                 f"{self.url}: version {version} was not finished; send the weights before leaving"
             )
 
-    # --- what vLLM's senders call ---------------------------------------------------------------------
+    # --- protocol of vLLM's weight senders ----------------------------------------------------------
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._post("/init_weight_transfer_engine", {"init_info": init_info})
@@ -81,7 +84,7 @@ class VllmTransfer:
         info = msgspec.json.decode(self._ask("GET", "/weight_info"))
         if info.get("weight_version") != version:
             raise Unavailable(f"{self.url} was sent version {version} but says that it has {info}")
-        # Calls in flight compute their context anew, so that no token depends on two versions' caches.
+        # Running calls recompute their context, so that no token depends on the caches of two versions.
         self._reset_cache()
         self._post("/resume")
         self._version, self._touched = None, False

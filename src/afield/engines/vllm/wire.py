@@ -21,7 +21,7 @@ from afield.types import FinishReason
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
-# What a server makes of the `x-request-id` of a call, to be named by when it is to be aborted.
+# Request ids for /abort_requests, which vLLM derives from the `x-request-id` of a call.
 GENERATE_ID, COMPLETIONS_ID = "generate-tokens-{}", "cmpl-{}-0"
 NO_LOGPROB = -9999.0
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
@@ -30,50 +30,73 @@ TOKEN_ID = "token_id:"
 
 
 class Candidate(Struct):
+    """One of the likeliest tokens at a position."""
+
     token_id: int
+    """Token id."""
     logprob: float
+    """Log-probability."""
 
 
 class TokenLogprob(Struct):
+    """Log-probability of one sampled token."""
+
     logprob: float
+    """Log-probability."""
 
 
 class RankedLogprob(TokenLogprob):
-    """With the likeliest tokens, which are read only where they were asked for."""
+    """Log-probability of one sampled token, with the likeliest tokens at its position."""
 
     top_logprobs: list[Candidate] = []
+    """Likeliest tokens."""
 
 
 E = TypeVar("E", bound=TokenLogprob)
 
 
 class Logprobs(Struct, Generic[E]):
-    """`content` from generate; the others from completions, where candidates are named `token_id:ID`."""
+    """Log-probabilities of a reply or event."""
 
     content: list[E] | None = None
+    """Entry per sampled token, from generate; None from completions."""
     token_logprobs: list[float] | None = None
+    """Log-probability of each sampled token, from completions; None from generate."""
     top_logprobs: msgspec.Raw = msgspec.Raw(b"null")
+    """Likeliest tokens by name `token_id:ID`, from completions; decoded only if requested."""
 
 
 PromptLogprobs = list[dict[int, TokenLogprob] | None]
 
 
 class VllmChoice(Struct, Generic[E]):
+    """Choice of a response; requests ask for one."""
+
     token_ids: list[int] | None = None
+    """Sampled tokens; None for an event without tokens."""
     logprobs: Logprobs[E] | None = None
+    """Log-probabilities of the sampled tokens."""
     finish_reason: str | None = None
+    """Finish reason; None while the call continues."""
     weight_versions: list[LabelSpan] | None = None
+    """Version spans, with the finish reason, from generate; None from completions."""
     prompt_token_ids: tuple[int, ...] | None = None
+    """Prompt as the server expanded it; None if not reported here."""
     prompt_logprobs: PromptLogprobs | None = None
+    """Log-probabilities of the prompt; None if not requested."""
 
 
 class VllmResponse(Struct, Generic[E]):
-    """A whole answer, or one event of a stream."""
+    """Response without streaming, or one event of a stream."""
 
     choices: list[VllmChoice[E]] = []
+    """Choices; empty for an event without one."""
     prompt_token_ids: tuple[int, ...] | None = None
+    """Prompt as the server expanded it; None if not reported here."""
     prompt_logprobs: PromptLogprobs | None = None
+    """Log-probabilities of the prompt; None if not requested."""
     error: StreamError | None = None
+    """Error of a stream; None without."""
 
 
 One = msgspec.json.Decoder[VllmResponse[Any]]
@@ -86,12 +109,12 @@ NAMED = msgspec.json.Decoder(list[dict[str, float] | None] | None)
 
 
 class VllmSample:
-    """What a number of events say together."""
+    """Tokens, log-probabilities and finish reason of one or more events."""
 
     __slots__ = ("_count", "finish", "logprobs", "prompt_ids", "prompt_tops", "spans", "token_ids", "tops")
 
     def __init__(self, replies: list[VllmResponse[Any]], where: str, count: int = 0) -> None:
-        """`count` is how many of the likeliest tokens were asked for."""
+        """Merge the events `replies`; `where` is the server's URL, `count` the requested top_logprobs."""
         self._count = count
         self.tops: list[TopLogprobs] = []
         self.prompt_tops: tuple[TopLogprobs, ...] | None = None
@@ -150,13 +173,13 @@ class VllmSample:
 
 
 def _likeliest(candidates: list[tuple[int, float]], token: int, count: int) -> TopLogprobs:
-    """A server names the sampled token first, whatever its rank."""
+    """Sort candidates by log-probability; vLLM lists the sampled token first, whatever its rank."""
     finite = [pair for pair in candidates if pair[1] > NO_LOGPROB]
     return tuple(sorted(finite, key=lambda pair: (-pair[1], pair[0] != token))[:count])
 
 
 def _prompt_tops(prompt_logprobs: PromptLogprobs) -> tuple[TopLogprobs, ...]:
-    """It names the token of the prompt first, then the likeliest ones."""
+    """Log-probabilities per prompt token: vLLM lists the token itself first, then the likeliest ones."""
     return tuple(
         tuple((token, entry.logprob) for token, entry in (top or {}).items()) for top in prompt_logprobs
     )
@@ -167,7 +190,7 @@ def generate_body(model: str, call: GenerateRequest, limit: int, ids: msgspec.Ra
         "model": model,
         "token_ids": ids,
         "stream": call.stream,
-        # Our stop ids are the only ones; whatever the model's own configuration says.
+        # Only the call's stop ids end it, not those of the model's configuration.
         "sampling_params": {
             **_sampling(call, limit),
             "detokenize": bool(call.stop),
@@ -193,10 +216,10 @@ def completions_body(model: str, call: GenerateRequest, limit: int, ids: msgspec
 
 def _sampling(call: GenerateRequest, limit: int) -> dict[str, Any]:
     sampling = call.sampling
-    # Text is not what we read; held back for the sake of a stop string, it would hold ids back, too.
+    # With the stop string included in the output, the server need not hold tokens back to trim it.
     strings = {"stop": call.stop, "include_stop_str_in_output": True} if call.stop else {}
     scores = {} if call.prompt_logprobs is None else {"prompt_logprobs": call.prompt_logprobs}
-    # Under its default backend, xgrammar, a structural tag gives the very masks of `afield.masks`.
+    # With vLLM's default backend, xgrammar, a structural tag gives the same masks as `afield.masks`.
     held = {"structured_outputs": {"structural_tag": call.constraint.grammar}} if call.constraint else {}
     return {
         **strings,
@@ -220,18 +243,18 @@ def _part(image: Image) -> dict[str, Any]:
     return {"type": "image_url", "url": url, "uuid": image.digest}
 
 
-# --- prompts as JSON ------------------------------------------------------------------------------
+# --- prompt encoding ------------------------------------------------------------------------------
 
-ROOM = 64 * 1024 * 1024  # bytes
-SHORT = 1024  # ids of a prompt that are written faster than they are remembered
+ROOM = 64 * 1024 * 1024  # cache size in bytes
+SHORT = 1024  # prompts with fewer ids are faster to encode than to cache
 _encode = msgspec.json.Encoder().encode
 
 
 class PromptEncoder:
     """Encodes prompts as JSON, reusing the text of the session's last prompt.
 
-    `GenerateRequest.base_ids` is that last prompt, the same object; only the ids after it are encoded. The
-    oldest texts are dropped when they take more than `ROOM` bytes.
+    If `GenerateRequest.base_ids` is that prompt (the same object), only the ids after it are encoded. The
+    least recently used texts are dropped when the cache exceeds `ROOM` bytes.
     """
 
     def __init__(self) -> None:
