@@ -23,6 +23,8 @@ NO_PLACES: Mapping[str, str] = {}
 
 
 class Scores(Struct, frozen=True, kw_only=True):
+    """Log-probabilities that a request asks for, in addition to those of the sampled tokens."""
+
     count: int = 0
     """Number of requested top log-probabilities per token."""
     top: tuple[TopLogprobs, ...] = ()
@@ -54,9 +56,9 @@ class Reasoning(Struct, frozen=True, kw_only=True):
     """Reasoning parameters of a request."""
 
     enabled: bool | None = None
-    """None leaves it to the chat template."""
+    """Whether the model reasons; None leaves it to the chat template."""
     budget: int | None = None
-    """Maximum of reasoning tokens."""
+    """Maximum of reasoning tokens; None for no limit."""
     effort: str = ""
     """Provider's word for the effort, such as `high`."""
 
@@ -84,7 +86,7 @@ class ModelRequest(Struct, frozen=True, kw_only=True):
     parallel_calls: bool = True
     """Whether the reply may contain several calls."""
     output: OutputFormat | None = None
-    """Required form of the reply."""
+    """Required form of the reply; None for any."""
     reasoning: Reasoning = NO_REASONING
     """Requested reasoning."""
     names: Mapping[str, str] = NO_NAMES
@@ -100,17 +102,17 @@ class ModelRequest(Struct, frozen=True, kw_only=True):
     stored_options: bytes = b""
     """Options to encode the response again, stored with the turn."""
     shared_text: tuple[str, bytes] | None = None
-    """Digest and text of options that several turns share."""
+    """Digest and text of options that several turns share; None for none."""
     max_tokens: int | None = None
-    """Token limit; may only lower the session's."""
+    """Token limit of the reply, which only lowers the session's; None for the session's."""
     stop: tuple[str, ...] = ()
     """Stop strings."""
     stream: bool = False
     """Whether the response is streamed."""
     prompt: str | tuple[int, ...] | None = None
-    """Raw prompt as text or ids (Completions)."""
+    """Raw prompt as text or ids (Completions); None for a conversation."""
     after: str | None = None
-    """Turn whose stored conversation precedes the messages (Responses)."""
+    """Turn whose stored conversation precedes the messages (Responses); None for none."""
     hints: frozenset[str] = frozenset()
     """Turns that the client names by echoed ids."""
     retry: bool = False
@@ -147,10 +149,12 @@ class CallStarted(Struct, frozen=True):
 
 
 class CallDelta(Struct, frozen=True):
+    """Event with newly sampled tokens."""
+
     token_ids: tuple[int, ...]
     """Sampled token ids."""
     logprobs: tuple[float, ...]
-    """One log-probability per token."""
+    """Log-probability of each token."""
     events: list[Event]
     """Parsed text, reasoning and tool-call events."""
     top_logprobs: tuple[TopLogprobs, ...] = ()
@@ -171,11 +175,11 @@ class CallFinished(Struct, frozen=True):
     prompt_tokens: int
     """Prompt length in tokens."""
     stop: str | None = None
-    """Stop string that ended the reply."""
+    """Stop string that ended the reply; None if none did."""
     reasoning_tokens: int = 0
     """Sampled tokens that are reasoning."""
     scores: Scores | None = None
-    """Requested log-probabilities."""
+    """Requested log-probabilities; None if none were requested."""
 
 
 Item = CallStarted | CallDelta | CallFinished
@@ -188,17 +192,26 @@ PENALTY_NAMES = ("presence_penalty", "frequency_penalty", "repetition_penalty", 
 
 
 class RequestedSampling(Struct, kw_only=True):
-    """Sampling fields that the request bodies of all dialects share."""
+    """Sampling fields of the request bodies of all dialects; None if the request does not set a field."""
 
     temperature: float | None = None
+    """Sampling temperature."""
     top_p: float | None = None
+    """Nucleus sampling: probability mass of the tokens to sample from."""
     top_k: float | None = None
+    """Number of most likely tokens to sample from; 0 or less for all."""
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    """Seed of the sampler."""
     presence_penalty: float | None = None
+    """Penalty for tokens that occurred."""
     frequency_penalty: float | None = None
+    """Penalty per occurrence of a token."""
     repetition_penalty: float | None = None
+    """Factor for tokens that occurred (vLLM)."""
     min_p: float | None = None
+    """Least probability relative to the most likely token (vLLM)."""
     logit_bias: dict[str, float] | None = None
+    """Bias added to logits, by token id."""
 
 
 def requested_sampling(body: RequestedSampling) -> dict[str, float]:

@@ -41,9 +41,14 @@ ROUTES: list[Route] = [
 
 
 class RouteMatch(Struct, frozen=True):
+    """Route of a request path."""
+
     verb: str
+    """Operation: `generate`, `count` or `compact`."""
     dialect: Dialect
+    """Dialect of the route."""
     parts: Mapping[str, str]
+    """Named parts of the path."""
 
 
 class Dialects:

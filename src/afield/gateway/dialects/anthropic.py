@@ -68,68 +68,127 @@ AS_TEXT = "send its text as a text block"
 
 
 class AnthropicSource(Struct):
+    """Source of an image or a document."""
+
     type: str = ""
+    """Kind of source: `base64`, `url`, `text` or `content`."""
     media_type: str = ""
+    """Media type of the data."""
     data: str = ""
+    """Base64 data, or text."""
     url: str = ""
+    """URL of the data."""
     content: str | list[AnthropicBlock] | None = None
+    """Text or blocks of a document."""
 
 
 class AnthropicBlock(Struct):
+    """Content block of any type; fields of other types are None."""
+
     type: str
+    """Kind of block, such as `text` or `tool_use`."""
     text: str | None = None
+    """Text of a text block."""
     source: AnthropicSource | str | None = None
+    """Source of an image or document; URL of a search result."""
     title: str | None = None
+    """Title of a document or search result."""
     context: str | None = None
+    """Context of a document."""
     thinking: str | None = None
+    """Text of a thinking block."""
     signature: str | None = None
+    """Signature of a thinking block, which names its turn."""
     data: str | None = None
+    """Data of a redacted thinking block, which names its turn."""
     id: str | None = None
+    """Id of a tool call."""
     name: str | None = None
+    """Tool of a tool call."""
     input: Raw = Raw(b"{}")
+    """Arguments of a tool call, as JSON."""
     tool_use_id: str | None = None
+    """Tool call of a tool result."""
     content: str | list[AnthropicBlock] | dict[str, Any] | None = None
+    """Content of a tool result or of another nested block."""
     tool_name: str | None = None
+    """Tool of a tool reference."""
     tool: dict[str, Any] | None = None
+    """Definition of an added or removed tool."""
 
 
 class AnthropicMessage(Struct):
+    """Message of a request."""
+
     role: str
+    """Role: `user`, `assistant` or `system`."""
     content: str | list[AnthropicBlock] | None = None
+    """Text or blocks."""
     clear_at: str | None = None
+    """Point at which Anthropic removes the message; not enforced, tagged."""
 
 
 class AnthropicTool(Struct):
+    """Tool of a request."""
+
     name: str = ""
+    """Tool name."""
     type: str | None = None
+    """Kind of tool; None or `custom` for tools of the client."""
     description: str | None = None
+    """Description for the model."""
     input_schema: dict[str, Any] | None = None
+    """JSON schema of the arguments."""
     defer_loading: bool | None = False
+    """Whether the conversation loads the tool later."""
     strict: bool | None = False
+    """Whether arguments must follow the schema."""
 
 
 class AnthropicToolChoice(Struct):
+    """Tool choice of a request."""
+
     type: str = "auto"
+    """Mode: `auto`, `any`, `tool` or `none`."""
     name: str | None = None
+    """Tool to call, with `tool`."""
     disable_parallel_tool_use: bool | None = False
+    """Whether the reply may contain only one tool call."""
 
 
 class AnthropicBody(RequestedSampling, kw_only=True):
+    """Body of a Messages request; None if the request does not set a field."""
+
     messages: list[AnthropicMessage]
+    """Conversation."""
     model: str = ""
+    """Model name."""
     system: str | list[AnthropicBlock] | None = None
+    """System prompt, as text or blocks."""
     tools: list[AnthropicTool] | None = None
+    """Tools."""
     tool_choice: dict[str, Any] | None = None
+    """Tool choice; see `AnthropicToolChoice`."""
     max_tokens: int | None = None
+    """Token limit of the reply."""
     stop_sequences: list[str] | None = None
+    """Stop strings."""
     stream: bool | None = False
+    """Whether the response is streamed."""
     output_config: dict[str, Any] | None = None
+    """Output format and reasoning effort."""
     output_format: dict[str, Any] | None = None
+    """Output format (earlier name)."""
     thinking: dict[str, Any] | None = None
+    """Reasoning switch and budget."""
     context_management: dict[str, Any] | None = None
+    """Anthropic's edits of the context."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Arguments of the chat template (vLLM)."""
     return_token_ids: bool | None = False
+    """Whether to return token ids (vLLM)."""
     logprobs: bool | None = False
+    """Whether to return log-probabilities."""
 
 
 BODY = BodyReader("anthropic", AnthropicBody, "a Messages request")
@@ -451,6 +510,8 @@ PING = event("ping", {"type": "ping"})
 
 
 class Anthropic:
+    """Anthropic Messages dialect."""
+
     name = "anthropic"
 
     def decode(self, raw: RawRequest) -> tuple[ModelRequest, ResponseOptions]:

@@ -78,6 +78,7 @@ class StreamEncoder(Protocol):
     """Encodes one response as a stream: `begin`, `delta`s, then `end` or `error`."""
 
     content_type: bytes
+    """Content type of the stream."""
 
     def begin(self) -> bytes: ...
 
@@ -93,7 +94,10 @@ class StreamEncoder(Protocol):
 
 
 class Dialect(Protocol):
+    """Request and response format of one model API."""
+
     name: str
+    """Name of the dialect."""
 
     def decode(self, raw: RawRequest) -> tuple[ModelRequest, ResponseOptions]: ...
 

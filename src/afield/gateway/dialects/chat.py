@@ -64,65 +64,109 @@ ROLES: dict[str, Role] = {
 
 NAMES = {"must_call": "tool_choice", "parallel_calls": "parallel_tool_calls", "output": "response_format"}
 TEXTS = ("text", "refusal", "input_text", "output_text")
-THOUGHTS = ("thinking", "reasoning", "redacted_thinking")  # parts of other providers that frameworks echo
+THOUGHTS = ("thinking", "reasoning", "redacted_thinking")
+"""Reasoning parts of other providers, which agent frameworks send back."""
 
 
 # --- requests ---
 
 
 class ChatImageUrl(Struct, gc=False):
+    """Image of a content part."""
+
     url: str
+    """URL of the image, `data:` or remote."""
 
 
 class ContentPart(Struct, gc=False):
+    """Part of a message's content."""
+
     type: str = "text"
+    """Kind of part, such as `text` or `image_url`."""
     text: str | None = None
+    """Text of a text part."""
     refusal: str | None = None
+    """Text of a refusal part."""
     image_url: ChatImageUrl | None = None
+    """Image of an image part."""
 
 
 class ChatFunctionCall(Struct, gc=False):
+    """Function and arguments of a tool call."""
+
     name: str
+    """Function name."""
     arguments: str | dict[str, Any] | None = None
+    """Arguments as JSON text or as an object."""
 
 
 class WireCall(Struct, gc=False):
+    """Tool call of an assistant message."""
+
     function: ChatFunctionCall
+    """Function and arguments."""
     id: str | None = None
+    """Tool-call id."""
 
 
 class WireMessage(Struct, gc=False):
+    """Message of a request."""
+
     role: str
+    """Role, such as `user` or `assistant`."""
     content: str | list[ContentPart] | None = None
+    """Text or content parts."""
     tool_calls: list[WireCall] | None = None
+    """Tool calls of an assistant message."""
     function_call: ChatFunctionCall | None = None
+    """Tool call in the deprecated form."""
     tool_call_id: str | None = None
+    """Tool call to which a tool message responds."""
     name: str | None = None
+    """Name of the author, or of the function."""
     reasoning_content: str | None = None
+    """Reasoning of an assistant message (vLLM, DeepSeek)."""
     reasoning: Any = None
+    """Reasoning of an assistant message (vLLM, OpenRouter)."""
 
 
 class WireFunction(Struct):
+    """Function of a tool."""
+
     name: str
+    """Function name."""
     description: str | None = None
+    """Description for the model."""
     parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments."""
     strict: bool | None = False
+    """Whether arguments must follow the schema."""
 
 
 class ChatTool(Struct):
+    """Tool of a request."""
+
     function: WireFunction | None = None
+    """Function of the tool; None for other tools."""
     type: str = "function"
+    """Kind of tool; the gateway supports `function`."""
 
 
 class Structured(RequestedSampling, kw_only=True):
-    """Output format fields of OpenAI and vLLM."""
+    """Output format fields of OpenAI and vLLM; None if the request does not set a field."""
 
     response_format: dict[str, Any] | None = None
+    """OpenAI's output format."""
     guided_json: str | dict[str, Any] | None = None
+    """JSON schema (vLLM)."""
     guided_regex: str | None = None
+    """Regular expression (vLLM)."""
     guided_choice: list[str] | None = None
+    """Allowed replies (vLLM)."""
     guided_grammar: str | None = None
+    """EBNF grammar (vLLM)."""
     structured_outputs: dict[str, Any] | None = None
+    """vLLM's structured output parameters."""
 
 
 def requested_output(wire: Structured) -> tuple[OutputFormat | None, str]:
@@ -137,29 +181,54 @@ _output_values = attrgetter(*VLLM)
 
 
 class ChatBody(Structured, kw_only=True):
+    """Body of a Chat Completions request; None if the request does not set a field."""
+
     messages: msgspec.Raw
+    """Conversation, decoded later."""
     model: str | None = ""
+    """Model name."""
     tools: msgspec.Raw = msgspec.Raw(b"null")
+    """Tools, decoded later."""
     tool_choice: str | dict[str, Any] | None = None
+    """Tool choice: a mode or a tool."""
     stream: bool | None = False
+    """Whether the response is streamed."""
     stream_options: dict[str, Any] | None = None
+    """Options of the stream, such as `include_usage`."""
     max_tokens: int | None = None
+    """Token limit of the reply (deprecated name)."""
     max_completion_tokens: int | None = None
+    """Token limit of the reply."""
     stop: str | list[str] | None = None
+    """Stop string or strings."""
     logprobs: bool | None = False
+    """Whether to return log-probabilities."""
     top_logprobs: int | None = None
+    """Top log-probabilities per token."""
     prompt_logprobs: int | None = None
+    """Top log-probabilities per prompt token (vLLM)."""
     return_tokens_as_token_ids: bool | None = False
+    """Whether tokens are written as ids (vLLM)."""
     return_token_ids: bool | None = False
+    """Whether to return token ids (vLLM)."""
     parallel_tool_calls: bool | None = None
+    """Whether the reply may contain several tool calls."""
     reasoning_effort: str | None = None
+    """Reasoning effort, such as `high`."""
     reasoning: dict[str, Any] | None = None
+    """Reasoning parameters (OpenRouter)."""
     thinking: dict[str, Any] | None = None
+    """Reasoning switch and budget, in Anthropic's form."""
     enable_thinking: bool | None = None
+    """Whether the model reasons (Qwen)."""
     thinking_token_budget: int | None = None
+    """Maximum of reasoning tokens (vLLM)."""
     thinking_budget: int | None = None
+    """Maximum of reasoning tokens (Qwen)."""
     include_reasoning: bool | None = None
+    """Whether to return reasoning."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Arguments of the chat template (vLLM)."""
 
 
 BODY = BodyReader("chat", ChatBody, "a chat completion request")
@@ -396,6 +465,8 @@ def usage(finished: CallFinished) -> dict[str, Any]:
 
 
 class Chat:
+    """Chat Completions dialect."""
+
     name = "chat"
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:

@@ -32,17 +32,30 @@ REPLACEMENT = "\ufffd"
 
 
 class CompletionsBody(chat.Structured, kw_only=True):
+    """Body of a Completions request; None if the request does not set a field."""
+
     prompt: str | list[str | int | list[int]]
+    """Prompt as text or token ids, or a list with one prompt."""
     model: str | None = ""
+    """Model name."""
     max_tokens: int | None = None
+    """Token limit of the reply."""
     stop: str | list[str] | None = None
+    """Stop string or strings."""
     stream: bool | None = False
+    """Whether the response is streamed."""
     stream_options: Json | None = None
+    """Options of the stream, such as `include_usage`."""
     logprobs: int | bool | None = None
+    """Top log-probabilities per token; True for 1."""
     prompt_logprobs: int | None = None
+    """Top log-probabilities per prompt token (vLLM)."""
     return_tokens_as_token_ids: bool | None = False
+    """Whether tokens are written as ids (vLLM)."""
     echo: bool | None = False
+    """Whether the prompt precedes the reply."""
     return_token_ids: bool | None = False
+    """Whether to return token ids (vLLM)."""
 
 
 BODY = BodyReader("completions", CompletionsBody, "a completion request")
@@ -119,6 +132,8 @@ def _prompt(prompt_in: str | list[str | int | list[int]]) -> str | tuple[int, ..
 
 
 class Completions:
+    """Completions dialect."""
+
     name = "completions"
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
@@ -233,6 +248,8 @@ def _joined(prompt: Json | None, sampled: Json | None) -> Json | None:
 
 
 class CompletionsStream:
+    """Encodes a response as chunks."""
+
     content_type = EVENTS
 
     def __init__(self, started: CallStarted, options: ResponseOptions, tokenizer: ChatTokenizer) -> None:

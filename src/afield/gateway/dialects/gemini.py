@@ -70,97 +70,175 @@ def camel_name(name: str) -> str:
 
 
 class Wire(Struct, rename="camel"):
-    pass
+    """Base of wire types, with field names in camel case."""
 
 
 class GeminiFunctionCall(Wire):
+    """Function call of a model turn."""
+
     name: str = ""
+    """Function name."""
     args: Raw = Raw(b"{}")
+    """Arguments, as JSON."""
     id: str | None = None
+    """Call id; None for calls without one."""
 
 
 class Blob(Wire):
+    """Inline media data."""
+
     data: str = ""
+    """Base64 data."""
     mime_type: str = ""
+    """Media type."""
 
 
 class FileData(Wire):
+    """Media data by URL."""
+
     file_uri: str = ""
+    """URL of the file."""
     mime_type: str = ""
+    """Media type."""
 
 
 class FunctionResponse(Wire):
+    """Result of a function call."""
+
     name: str = ""
+    """Function name."""
     response: Any = None
+    """Return value."""
     id: str | None = None
+    """Id of the call; None matches by name."""
     parts: list[GeminiPart] | None = None
+    """Media parts of the result."""
 
 
 class GeminiPart(Wire):
+    """Part of a content; unset fields are None."""
+
     text: str | None = None
+    """Text."""
     thought: bool | None = False
+    """Whether the text is reasoning."""
     thought_signature: str | None = None
+    """Signature that names the turn."""
     function_call: GeminiFunctionCall | None = None
+    """Function call."""
     function_response: FunctionResponse | None = None
+    """Result of a function call."""
     inline_data: Blob | None = None
+    """Inline media."""
     file_data: FileData | None = None
+    """Media by URL."""
     executable_code: Any = None
+    """Code of Google's code execution."""
     code_execution_result: Any = None
+    """Result of Google's code execution."""
     tool_call: Any = None
+    """Call of a tool that Google runs."""
     tool_response: Any = None
+    """Result of a tool that Google runs."""
 
 
 class Content(Wire):
+    """Message of a request."""
+
     parts: GeminiPart | list[GeminiPart] | None = None
+    """Part or parts of the message."""
     role: str | None = None
+    """Role: `model`, `user`, `function`, `tool` or `system`; None is `user`."""
 
 
 class CallingConfig(Wire):
+    """Function calling mode."""
+
     mode: str | None = None
+    """Mode: `AUTO`, `ANY`, `NONE` or `VALIDATED`."""
     allowed_function_names: list[str] | None = None
+    """Functions that the reply may call; None for all."""
 
 
 class ThinkingConfig(Wire):
+    """Reasoning parameters."""
+
     include_thoughts: bool | None = None
+    """Whether to return reasoning."""
     thinking_budget: int | None = None
+    """Maximum of reasoning tokens; 0 disables reasoning, -1 leaves it to the model."""
     thinking_level: str | None = None
+    """Reasoning effort, such as `high`."""
 
 
 class GenerationConfig(RequestedSampling, kw_only=True, rename="camel"):
+    """Generation parameters; None if the request does not set a field."""
+
     max_output_tokens: int | None = None
+    """Token limit of the reply."""
     stop_sequences: list[str] | None = None
+    """Stop strings."""
     response_mime_type: str | None = None
+    """Media type of the reply, such as `application/json`."""
     response_schema: Any = None
+    """Schema of the reply, in Google's form."""
     response_json_schema: Any = None
+    """JSON schema of the reply."""
     response_format: Any = None
+    """Output format, in the form of newer clients."""
     thinking_config: dict[str, Any] | None = None
+    """Reasoning parameters; see `ThinkingConfig`."""
     response_logprobs: bool | None = False
+    """Whether to return log-probabilities."""
     logprobs: int | None = None
+    """Top log-probabilities per token."""
     # Repeated here so that `rename` applies.
     top_p: float | None = None
+    """See `RequestedSampling`."""
     top_k: float | None = None
+    """See `RequestedSampling`."""
     presence_penalty: float | None = None
+    """See `RequestedSampling`."""
     frequency_penalty: float | None = None
+    """See `RequestedSampling`."""
     repetition_penalty: float | None = None
+    """See `RequestedSampling`."""
     min_p: float | None = None
+    """See `RequestedSampling`."""
     logit_bias: dict[str, float] | None = None
+    """See `RequestedSampling`."""
 
 
 class GeminiBody(Wire):
+    """Body of a generateContent or countTokens request."""
+
     contents: Content | list[Content] | None = None
+    """Conversation."""
     system_instruction: Content | str | None = None
+    """System prompt."""
     tools: list[dict[str, Any]] | None = None
+    """Tools."""
     tool_config: dict[str, Any] | None = None
+    """Tool configuration, with a `CallingConfig`."""
     generation_config: Raw = Raw(b"null")
+    """Generation parameters, decoded later."""
     generate_content_request: Raw = Raw(b"")
+    """Whole request inside a countTokens request."""
     return_token_ids: bool | None = False
+    """Whether to return token ids."""
 
 
 class Declaration(Wire):
+    """Function declaration of a tool."""
+
     name: str
+    """Function name."""
     description: str | None = None
+    """Description for the model."""
     parameters: dict[str, Any] | None = None
+    """Schema of the arguments, in Google's form."""
     parameters_json_schema: dict[str, Any] | None = None
+    """JSON schema of the arguments."""
 
 
 WHAT = "a generateContent request"
@@ -582,6 +660,8 @@ STATUS = {
 
 
 class Gemini:
+    """Gemini dialect."""
+
     name = "gemini"
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
@@ -686,6 +766,8 @@ def _candidate(token: int, logprob: float, tokenizer: ChatTokenizer) -> dict[str
 
 
 class GeminiStream:
+    """Encodes a response as chunks: server-sent events or one JSON array."""
+
     def __init__(self, started: CallStarted, options: ResponseOptions, tokenizer: ChatTokenizer) -> None:
         self._started = started
         self._options = options

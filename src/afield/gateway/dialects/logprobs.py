@@ -60,7 +60,7 @@ class TokenText:
         return [self._ranked(top) if top else None for top in scored]
 
     def _ranked(self, top: TopLogprobs) -> Json:
-        """Ranks are given among the requested top tokens only."""
+        """Encodes one prompt token; ranks count the requested top tokens only."""
         ordered = sorted(top, key=lambda pair: -pair[1])
         ranks = {token: rank for rank, (token, _) in enumerate(ordered, 1)}
         if ranks[top[0][0]] == len(top) > 1:

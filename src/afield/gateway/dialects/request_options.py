@@ -15,11 +15,14 @@ from afield.gateway.model_request import OutputFormat
 
 
 class ToolChoice(Struct, frozen=True, kw_only=True):
-    """Tool choice of a request; empty `callable_tools` means all."""
+    """Tool choice of a request."""
 
     may_call: bool = True
+    """Whether the reply may contain tool calls."""
     must_call: bool = False
+    """Whether the reply must be a tool call."""
     callable_tools: tuple[str, ...] = ()
+    """Names of the tools that the reply may call; empty for all."""
 
 
 AUTO = ToolChoice()

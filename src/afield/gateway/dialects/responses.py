@@ -1,7 +1,7 @@
 """OpenAI Responses dialect: output items, stream events, input items.
 
-Item ids name the turn (`rs_t3`, `msg_t3_0`, `fc_t3_0`), so that echoed items identify it. Complete calls
-only are emitted. Reasoning text is included if the client requests a summary or its content.
+Item ids name the turn (`rs_t3`, `msg_t3_0`, `fc_t3_0`), so that echoed items identify it. Tool calls
+are emitted when complete. Reasoning text is included if the client requests a summary or its content.
 `responses_request` decodes requests.
 """
 
@@ -25,7 +25,7 @@ from afield.interfaces.engine import TopLogprobs
 from afield.types import FinishReason, Message, ToolCall, Turn
 
 Json = dict[str, Any]
-# OpenAI's codes; other errors have the gateway's own.
+# Error codes of OpenAI; other errors have codes of the gateway.
 CODES = {429: "rate_limit_exceeded", 500: "server_error", 502: "server_error", 503: "server_error"}
 
 
@@ -411,6 +411,8 @@ class InputItems:
 
 
 class Responses:
+    """OpenAI Responses dialect."""
+
     name = "responses"
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:

@@ -66,29 +66,44 @@ def summary_of(message: Message) -> str | None:
 
 
 class ResponsesTool(Struct):
+    """Tool of a request."""
+
     type: str = "function"
+    """Kind of tool: `function`, `custom`, `namespace`, or a tool that only OpenAI runs."""
     name: str = ""
+    """Tool name."""
     description: str | None = None
+    """Description for the model."""
     parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments."""
     strict: bool | None = None
+    """Whether arguments must follow the schema; None is False."""
     format: dict[str, Any] | None = None
+    """Input format of a custom tool."""
     tools: list[ResponsesTool] | None = None
+    """Tools of a namespace."""
 
 
 class ClientTool(Struct, frozen=True):
-    """The client's name of a tool."""
+    """Tool as the client names it."""
 
     name: str
+    """Name of the tool in requests and responses."""
     namespace: str | None = None
+    """Namespace of the tool; None for none."""
     custom: bool = False
+    """Whether it is a custom tool, with free-text input."""
 
 
 class Toolbox(Struct, frozen=True):
     """Tools as the model sees them, and the client's names."""
 
     tools: tuple[Tool, ...] = ()
+    """Tools as functions."""
     named: Mapping[str, ClientTool] = {}
+    """Client's tool by the model's name of it."""
     tags: tuple[str, ...] = ()
+    """Tags of tools and tool options that are not enforced."""
     shown: Raw = Raw(b"[]")
     """Tools as responses list them, with all function fields."""
 
@@ -104,7 +119,10 @@ class Toolbox(Struct, frozen=True):
 
 
 class _Input(Struct, forbid_unknown_fields=True):
+    """Arguments of a custom tool."""
+
     input: str
+    """Free-text input."""
 
 
 TOOLS = msgspec.json.Decoder(list[ResponsesTool] | None)
@@ -201,67 +219,122 @@ PROVIDERS = ("compaction", "compaction_trigger", "context_compaction", "compacti
 
 
 class InputImageUrl(Struct):
+    """Image of an input part, in the form of Chat Completions."""
+
     url: str
+    """URL of the image, `data:` or remote."""
 
 
 class InputPart(Struct):
+    """Part of an item's content."""
+
     type: str = "input_text"
+    """Kind of part, such as `input_text` or `input_image`."""
     text: str | None = None
+    """Text of a text part."""
     refusal: str | None = None
+    """Text of a refusal part."""
     image_url: str | InputImageUrl | None = None
+    """URL of an image part."""
 
 
 class InputItem(Struct):
+    """Input item of any type; fields of other types are None."""
+
     type: str | None = None
+    """Kind of item; None for a message."""
     id: str | None = None
+    """Item id, which may name a turn."""
     role: str | None = None
+    """Role of a message."""
     content: str | list[InputPart] | None = None
+    """Content of a message or of reasoning."""
     summary: list[InputPart] | None = None
+    """Summary of reasoning."""
     encrypted_content: str | None = None
+    """Encrypted content of reasoning or compaction, which names its turn."""
     call_id: str | None = None
+    """Tool-call id of a call or its output."""
     name: str | None = None
+    """Tool of a call."""
     namespace: str | None = None
+    """Namespace of a call's tool."""
     arguments: str | dict[str, Any] | None = None
+    """Arguments of a function call, as JSON text or an object."""
     input: str | dict[str, Any] | None = None
+    """Input of a custom tool call."""
     output: str | list[InputPart] | dict[str, Any] | None = None
+    """Output of a tool call."""
 
 
 class ResponsesBody(RequestedSampling, kw_only=True):
+    """Body of a Responses request; None if the request does not set a field."""
+
     input: str | list[InputItem] | None = None
+    """Text of a user message, or items."""
     model: str | None = ""
+    """Model name."""
     instructions: str | None = None
+    """System prompt."""
     previous_response_id: str | None = None
+    """Response whose conversation the input continues."""
     tools: Raw = Raw(b"null")
+    """Tools, decoded later."""
     tool_choice: str | dict[str, Any] | None = None
+    """Tool choice: a mode or a tool."""
     parallel_tool_calls: bool | None = None
+    """Whether the reply may contain several tool calls."""
     max_output_tokens: int | None = None
+    """Token limit of the reply."""
     stream: bool | None = False
+    """Whether the response is streamed."""
     store: bool | None = None
+    """Whether the response can be fetched later."""
     include: list[str] | None = None
+    """Additional fields of the response."""
     top_logprobs: int | None = None
+    """Top log-probabilities per token."""
     max_tool_calls: int | None = None
+    """Maximum of calls of built-in tools; the response repeats it."""
     safety_identifier: str | None = None
+    """User id for OpenAI; the response repeats it."""
     prompt_cache_key: str | None = None
+    """Cache key for OpenAI; the response repeats it."""
     prompt_cache_retention: str | None = None
+    """Cache policy for OpenAI; the response repeats it."""
     user: str | None = None
+    """User id (earlier name); the response repeats it."""
     reasoning: dict[str, Any] | None = None
+    """Reasoning effort and summary."""
     include_reasoning: bool | None = None
+    """Whether to return reasoning (vLLM)."""
     stream_options: dict[str, Any] | None = None
+    """Options of the stream."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Arguments of the chat template (vLLM)."""
     text: dict[str, Any] | None = None
+    """Output format and verbosity."""
     structured_outputs: dict[str, Any] | None = None
+    """vLLM's structured output parameters."""
     metadata: dict[str, Any] | None = None
+    """Metadata of the client; the response repeats it."""
     return_token_ids: bool | None = False
+    """Whether to return token ids (vLLM)."""
 
 
 class EchoedOptions(Struct, frozen=True):
     """Options that the response repeats."""
 
     toolbox: Toolbox
+    """Tools of the request."""
     fields: dict[str, Any]
+    """Request fields that the response repeats."""
     sealed: bool
+    """Whether reasoning items have encrypted content."""
     summary: bool
+    """Whether reasoning items have a summary."""
     content: bool = False
+    """Whether reasoning items have their text as content."""
 
 
 SHARED = ("instructions", "text", "tools")  # fields that the requests of a session share
@@ -271,11 +344,17 @@ class StoredOptions(Struct, frozen=True):
     """Options stored with a turn, to encode its response again."""
 
     model: str
+    """Model name in the response."""
     fields: dict[str, Any]
+    """Request fields that the response repeats, without shared ones."""
     sealed: bool
+    """As in `EchoedOptions`."""
     summary: bool
+    """As in `EchoedOptions`."""
     content: bool
+    """As in `EchoedOptions`."""
     shared: str
+    """Digest of the shared fields."""
 
 
 STORED_OPTIONS = msgspec.json.Decoder(StoredOptions)
