@@ -1,8 +1,9 @@
-"""AWS clients for Bedrock AgentCore, and what their errors mean for a rollout.
+"""AWS clients for Bedrock AgentCore, and the mapping of their errors.
 
-Calls block, so they run in threads: calls that start sessions in a pool with as many threads as the rate
-brings about during a cold start, all others in a small one, so that a stop never waits behind a start.
-botocore does not retry; the caller paces calls. A server on this machine gets dummy credentials.
+1. Calls block, so they run in threads. Calls that start sessions have a pool sized for the start rate during
+a cold start; all others have a small one, so that a stop never waits behind a start.
+2. botocore does not retry; the caller limits the rate.
+3. A server on this machine gets dummy credentials.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from afield.types import Reason
 
 T = TypeVar("T")
 CONNECT_S = 10.0
-# Beyond a cold start: what an agent may take to answer, which it does before its work.
+# Time for an agent's answer beyond a cold start, in seconds; agents answer before their work.
 ANSWER_S = 60.0
 QUOTA_S = 5.0
-COLD_START_MARGIN = 1.5  # a cold start that takes longer than was said must not cost rate
+COLD_START_MARGIN = 1.5  # keeps the start rate if cold starts take longer than configured
 MAX_THREADS = 2000
 ANSWER_BYTES = 64 * 1024
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
@@ -41,7 +42,7 @@ Line = Literal["start", "other"]
 
 
 class AgentCoreRefused(AfieldError):
-    """Error answer of the service."""
+    """The service answered with an error."""
 
     def __init__(self, message: str, status: int, code: str, retry_after_s: float | None) -> None:
         super().__init__(message)
@@ -51,11 +52,14 @@ class AgentCoreRefused(AfieldError):
 
 
 class AgentCoreNoAnswer(AfieldError):
-    """No answer or an unreadable one: it is unknown whether the call arrived."""
+    """There is no answer or an unreadable one; it is unknown whether the call arrived."""
 
 
 class AgentCoreApi:
-    """Lazily created boto3 clients; call `close` when done."""
+    """boto3 clients, created at first use; call `close` when done.
+
+    `read_s` is the read timeout in seconds; None derives it from the cold start time.
+    """
 
     def __init__(self, options: AgentCoreOptions, *, read_s: float | None = None) -> None:
         self._options = options
@@ -77,11 +81,11 @@ class AgentCoreApi:
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def check(self) -> None:
-        """Raises UsageError if no calls can be made."""
+        """Create the clients; raises UsageError if that fails, e.g. without credentials."""
         await self.threaded("other", lambda: (self.data, self.control))
 
     async def ask(self, operation: str, *, line: Line = "other", **arguments: Any) -> dict[str, Any]:
-        """One call. Raises AgentCoreRefused, AgentCoreNoAnswer or UsageError."""
+        """Make one call; raises AgentCoreRefused, AgentCoreNoAnswer or UsageError."""
         service = "control" if operation in CONTROL else "logs" if operation in LOGS else "data"
         return await self.threaded(
             line,
@@ -91,7 +95,7 @@ class AgentCoreApi:
         )
 
     async def invoke(self, **arguments: Any) -> bytes:
-        """Start a session with a payload; returns the beginning of the agent's answer."""
+        """Start a session with a payload; returns up to ANSWER_BYTES bytes of the agent's answer."""
         return await self.threaded(
             "start", lambda: translate_errors("invoke_agent_runtime", lambda: self._invoke(arguments))
         )
@@ -103,7 +107,7 @@ class AgentCoreApi:
     async def threaded(self, line: Line, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads[line], work)
 
-    # boto3 clients have no static types; each is made once, and used by many threads.
+    # boto3 clients have no static types; threads share one client per service.
 
     @property
     def data(self) -> Any:
@@ -197,7 +201,7 @@ def _seconds(text: str) -> float | None:
 
 
 def launch_error(error: AgentCoreRefused | AgentCoreNoAnswer, session_id: str, arn: str) -> AfieldError:
-    """Failure or rate limit that a failed launch or stop stands for, with the remedy."""
+    """Map the error of a launch or stop to a failure or rate limit, with a remedy."""
     told = f"{session_id}: {error}"
     if isinstance(error, AgentCoreNoAnswer):
         return InfrastructureFailure(f"{told}; whether the session began is not known", Reason.LAUNCH)
@@ -205,7 +209,7 @@ def launch_error(error: AgentCoreRefused | AgentCoreNoAnswer, session_id: str, a
         case 429:
             return RateLimited(told, error.retry_after_s)
         case 402:
-            # A quota frees up as sessions end, which takes longer than a window of a rate.
+            # A quota frees up only when sessions end, which takes longer than a rate limit.
             return RateLimited(f"{told}; set sessions to the quota", error.retry_after_s or QUOTA_S)
         case 409:
             return RateLimited(told, error.retry_after_s)
@@ -223,7 +227,7 @@ def launch_error(error: AgentCoreRefused | AgentCoreNoAnswer, session_id: str, a
 
 
 def _agent_error(told: str, said: str) -> AfieldError:
-    """The service passes on the status of the agent's own server as text."""
+    """Map the status of the agent's own server, which the service reports as text."""
     found = AGENT_SAID.search(said)
     status = int(found[1] or found[2]) if found else 0
     if status in (429, 503):

@@ -1,8 +1,9 @@
-"""Deploys the agent runtime that sessions start from, and waits until it is ready.
+"""Deploys the AgentCore agent runtime and waits until it is ready.
 
-With an ARN the runtime is used as it is. With a name it is created from image and role, or updated if they
-differ; other settings stay. An image pushed again under the same tag is not detected: use another tag, or a
-digest. The environment never contains endpoints or keys of ours: those travel in payloads.
+1. With an ARN, the runtime is used unchanged.
+2. With a name, it is created from image and role, or updated if its settings differ; other settings are kept.
+An image pushed again under the same tag is not detected: use another tag, or a digest.
+3. The environment never contains endpoints or keys of a run: they travel in payloads.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from afield.settings.runtimes import AgentCoreOptions
 
 log = logging.getLogger("afield.runtimes")
 
-LOOK_S = (0.2, 3.0)  # between two looks at what is not ready yet: at first, at most
+LOOK_S = (0.2, 3.0)  # interval between checks until ready, in seconds: first value and maximum
 NAME = re.compile(r"^[a-zA-Z][a-zA-Z0-9_]{0,47}$")
 SHORTEST_S, LONGEST_S = 60, 28_800
-# Set by others, and lost by an update that does not repeat it.
+# Settings that this module does not manage; an update must repeat them, or they are lost.
 KEPT = (
     "description",
     "authorizerConfiguration",
@@ -36,12 +37,16 @@ KEPT = (
 
 
 class Deployed(Struct, frozen=True):
+    """Agent runtime that is ready."""
+
     arn: str
+    """ARN of the agent runtime."""
     lifetime_s: float
+    """Maximum lifetime of a session, in seconds."""
 
 
 def check_options(options: AgentCoreOptions) -> None:
-    """Checks that need no call to the service."""
+    """Validate options without calling the service; raises UsageError."""
     if options.arn:
         if not options.arn.startswith("arn:") or "/" not in options.arn:
             raise UsageError(
@@ -70,7 +75,10 @@ def check_options(options: AgentCoreOptions) -> None:
 
 
 async def deploy(api: AgentCoreApi, options: AgentCoreOptions) -> Deployed:
-    """Raises UsageError if the runtime cannot be deployed, or is not ready in time."""
+    """Create or update the agent runtime as necessary, and wait until it is ready.
+
+    Raises UsageError if that fails or takes longer than `ready_s` seconds.
+    """
     check_options(options)
     try:
         async with asyncio.timeout(options.ready_s):
@@ -88,7 +96,7 @@ async def deploy(api: AgentCoreApi, options: AgentCoreOptions) -> Deployed:
 
 
 async def find(api: AgentCoreApi, name: str) -> dict[str, Any] | None:
-    """Agent runtime by name, or None."""
+    """Find an agent runtime by name; None if there is none."""
     page: dict[str, Any] = {}
     while True:
         more = {"nextToken": page["nextToken"]} if page.get("nextToken") else {}
@@ -122,7 +130,7 @@ async def _made(api: AgentCoreApi, options: AgentCoreOptions) -> str:
     try:
         made = await api.ask("create_agent_runtime", agentRuntimeName=options.agent_name, **_wanted(options))
     except AgentCoreRefused as error:
-        # Somebody else was first.
+        # Another process created it concurrently.
         if error.status != 409 or not (found := await find(api, options.agent_name)):
             raise
         return found["agentRuntimeId"]
@@ -147,7 +155,7 @@ def _wanted(options: AgentCoreOptions) -> dict[str, Any]:
 
 
 def _same(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Whether the deployed settings cover ours; the service may add to them, but not to the environment."""
+    """Whether the deployed settings contain the wanted ones. The environment must be equal."""
     if (found.get("environmentVariables") or {}) != wanted["environmentVariables"]:
         return False
     return all(
@@ -178,7 +186,7 @@ async def _ready(api: AgentCoreApi, runtime_id: str) -> dict[str, Any]:
 
 
 async def _serving(api: AgentCoreApi, runtime_id: str, qualifier: str, version: str) -> None:
-    """Wait until the endpoint is ready; DEFAULT follows the newest version a little later."""
+    """Wait until the endpoint is ready; DEFAULT must also serve the newest version."""
     pause_s, longest_s = LOOK_S
     while True:
         found = await api.ask("get_agent_runtime_endpoint", agentRuntimeId=runtime_id, endpointName=qualifier)

@@ -1,10 +1,11 @@
-"""AgentCore runtime: one session per attempt on AWS Bedrock AgentCore, or a compatible server.
+"""AgentCore runtime: one AWS Bedrock AgentCore session per attempt.
 
-1. A session's name follows from its id alone, so that any process with the same options can stop it.
-2. The service tells neither which sessions exist nor when an agent has finished: a table of sessions does the
-former, outcomes and heartbeats the latter.
-3. A stop that was answered counts as done. A session that continues anyway does no harm: the gateway has
-closed its key, and its idle timeout or lifetime ends it.
+1. Also works with a compatible server. The service's session id derives from afield's, so that any process
+with the same options can stop a session.
+2. The service neither lists sessions nor reports when an agent has finished. A table records the sessions;
+outcomes and heartbeats detect the end.
+3. A stop counts as done once the service has answered. A session that continues anyway is harmless: the
+gateway has revoked its key, and its idle timeout or lifetime ends it.
 4. Data for the agent travels in its payload, never in its environment.
 5. Logs come from CloudWatch.
 """
@@ -48,7 +49,7 @@ from afield.types import Attempt, Reason
 
 KEPT_CHARACTERS = 64 * 1024
 PAGES = 50
-LONGEST_DAYS = 2  # a session lives 8 hours at most, and may see midnight
+LONGEST_DAYS = 2  # a session lasts at most 8 hours, and may span midnight
 
 
 def log_group(entry: AgentCoreSession) -> str:
@@ -56,8 +57,9 @@ def log_group(entry: AgentCoreSession) -> str:
 
 
 async def session_log(api: AgentCoreApi, entry: AgentCoreSession) -> str:
-    """Log of a session from CloudWatch, empty if there is none yet; raises Unavailable if it cannot be
-    read.
+    """Read a session's log from CloudWatch; empty if there is none yet.
+
+    Raises Unavailable if it cannot be read.
     """
     began = datetime.fromtimestamp(entry.since, UTC)
     days = [f"{began + timedelta(days=n):%Y/%m/%d}" for n in range(LONGEST_DAYS)]
@@ -72,7 +74,7 @@ async def session_log(api: AgentCoreApi, entry: AgentCoreSession) -> str:
                 return text
     except (AgentCoreRefused, AgentCoreNoAnswer) as error:
         if isinstance(error, AgentCoreRefused) and error.code == "ResourceNotFoundException":
-            return ""  # Nothing was ever printed there.
+            return ""  # the log group does not exist before the first output
         remedy = "allow logs:FilterLogEvents for these credentials"
         raise Unavailable(
             f"the logs of {entry.session_id} are in {log_group(entry)}: {error}; {remedy}"
@@ -95,11 +97,11 @@ async def _text(api: AgentCoreApi, **which: Any) -> str:
 log = logging.getLogger("afield.runtimes")
 
 CONFLICT_S = 1.0
-# AgentCoreRefused at the door: there is no session.
+# Statuses that guarantee that no session has started.
 NOT_BEGUN = frozenset({400, 401, 402, 403, 404, 429})
-# How long closing may take beyond what the rate of stops asks for.
+# Extra time for closing beyond what the stop rate needs, in seconds.
 CLOSING_S = 60.0
-LATE_S = (0.5, 1.0, 2.0, 4.0)  # between tries to stop what began late
+LATE_S = (0.5, 1.0, 2.0, 4.0)  # pauses between retries of `_stop_late`, in seconds
 PHASES = {
     InvokeState.ASKED: Phase.STARTING,
     InvokeState.TAKEN: Phase.RUNNING,
@@ -108,8 +110,9 @@ PHASES = {
 
 
 class AgentCoreRuntime:
-    """Runs agents on AgentCore. `name` is the run; `ledger` is the session table that all processes of the
-    run share.
+    """Runs agents on AgentCore.
+
+    `name` is the run. `ledger` is the path of the session table that all processes of the run share.
     """
 
     def __init__(self, options: AgentCoreOptions, *, name: str, ledger: Path) -> None:
@@ -152,7 +155,7 @@ class AgentCoreRuntime:
         try:
             await self._stop_ours()
             if self._launches:
-                # A call that is under way may start a session after its stop; the launch then ends it.
+                # An invoke in progress may start its session after the stop; its launch then stops it again.
                 await asyncio.wait(
                     self._launches.values(),
                     timeout=COLD_START_MARGIN * self._options.cold_start_s + sum(LATE_S),
@@ -194,12 +197,15 @@ class AgentCoreRuntime:
         return None
 
     async def wait(self, attempt: Attempt) -> Exit:
-        """Wait until it is stopped or the runtime is closed: AgentCore does not report an agent's end."""
+        """Wait until the session is stopped or the runtime is closed: AgentCore does not report an agent's
+        end.
+        """
         return await self._attempts.wait(attempt.session_id)
 
     async def stop(self, attempt: Attempt) -> None:
-        """Ask the service once. Raises RateLimited, or the failure of a stop that was not answered; such a
-        session stays in the table.
+        """Ask the service once to stop the session.
+
+        Raises RateLimited, or a failure if the service did not answer; the session then stays in the table.
         """
         session_id = attempt.session_id
         self._attempts.record_exit(session_id, failed_exit(f"{session_id} was stopped", Reason.CANCELLED))
@@ -208,7 +214,7 @@ class AgentCoreRuntime:
         if entry is not None and not entry.alive:
             return
         if entry is None and session_id in self._owned:
-            return  # It never began.
+            return  # the session never started
         if entry is None:
             await self._end(session_id, await self._arn(), self._options.qualifier)
         else:
@@ -224,7 +230,7 @@ class AgentCoreRuntime:
         return [_status(entry) for entry in self._table.alive(self._name)]
 
     async def logs(self, attempt: Attempt) -> str:
-        """From CloudWatch, some seconds late; from a compatible server at once."""
+        """Log from CloudWatch, with a delay of some seconds; a compatible server has no delay."""
         entry = self._table.get(attempt.session_id)
         return "" if entry is None else await session_log(self._api, entry)
 
@@ -242,7 +248,7 @@ class AgentCoreRuntime:
             self._attempts.record_exit(session_id, Exit(failure.failure, lingers=True))
             return failure
         except AfieldError as error:
-            # It was not taken, and may be asked for again.
+            # The service did not start a session: the caller may launch it again.
             self._attempts.discard(session_id, failed_exit(str(error), Reason.LAUNCH))
             return error
         if not self._attempts.is_running(session_id):
@@ -251,7 +257,7 @@ class AgentCoreRuntime:
         return None
 
     async def _recorded(self, session_id: str) -> AgentCoreSession:
-        """Wait until fewer sessions are alive than allowed, and record this one."""
+        """Wait until fewer than `options.sessions` sessions are alive, then record this one."""
         arn, now = await self._arn(), time.time()
         lifetime_s = self._deployed.lifetime_s if self._deployed else LONGEST_S
         wanted = AgentCoreSession(
@@ -325,7 +331,7 @@ class AgentCoreRuntime:
     # --- stopping --------------------------------------------------------------------------------
 
     async def _stop_late(self, entry: AgentCoreSession) -> None:
-        """Stop a session that started after its stop; no one else will."""
+        """Stop a session that started after it was stopped."""
         for pause_s in (*LATE_S, 0.0):
             try:
                 await self._end(entry.session_id, entry.arn, entry.qualifier)
@@ -345,7 +351,7 @@ class AgentCoreRuntime:
                 runtimeSessionId=wire.runtime_session_id(session_id),
             )
         except AgentCoreRefused as error:
-            # 404: there is no such session, or it has ended.
+            # 404: the session does not exist or has ended.
             if error.status != 404:
                 raise launch_error(error, session_id, arn) from error
         except AgentCoreNoAnswer as error:
@@ -355,7 +361,7 @@ class AgentCoreRuntime:
         self._slot_free.set()
 
     async def _stop_ours(self) -> None:
-        """Stop all sessions that this process launched or adopted, at the rate of stops."""
+        """Stop all sessions that this process launched or adopted, at the stop rate."""
         left = [e.session_id for e in self._table.alive(self._name) if e.session_id in self._owned]
         limiter = LocalLimiter(RateLimits(rate_per_s=self._options.stop_rate))
         try:
@@ -380,7 +386,7 @@ class AgentCoreRuntime:
 
 
 def _body(session_id: str, payload: dict[str, Any]) -> bytes:
-    """Encode a payload; an invalid one costs no session."""
+    """Validate and encode a payload before a session is started; raises TaskFailure."""
     try:
         wire.read_payload(payload)
         return wire.encode(payload)

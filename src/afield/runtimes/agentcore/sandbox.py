@@ -1,8 +1,8 @@
-"""AgentCore sandbox: commands in a session of its own, in an agent runtime's image.
+"""AgentCore sandbox: runs commands in an AgentCore session of its own.
 
-The service runs one command line at a time, of bounded length and without input: files and input travel as
-base64 in several commands, up to `MOST_BYTES`. The session is stopped at the end; if the stop is lost, the
-idle timeout ends it.
+The service runs one command line at a time, of bounded length and without input. Files and input therefore
+travel as base64 in several commands, up to `MOST_BYTES`. The session is stopped at the end; if that fails,
+the idle timeout ends it.
 """
 
 from __future__ import annotations
@@ -40,16 +40,20 @@ KEPT_BYTES = 256 * 1024
 MOST_BYTES = 64 * 1024 * 1024
 LONGEST_S = 3600
 LONGEST_LINE = 60_000
-PIECE = 36_000  # bytes of a file in one command, which makes a third more of base64
+PIECE = 36_000  # bytes of a file per command; base64 adds a third
 NO_FILE = 44
-# Beyond a command's own time: the cold start of the first one, and the way there and back.
+# Time beyond a command's own timeout, in seconds, for network latency.
 GRACE_S = 60.0
 BUSY_S = 120.0
 PAUSE_S = 1.0
 
 
 class AgentCoreSandbox:
-    """Sandbox on AgentCore. `arn` is the agent runtime; empty takes the options', or deploys one."""
+    """Sandbox on AgentCore.
+
+    `arn` is the agent runtime; empty uses the one in the options, or deploys it. `keep_bytes` limits the
+    output kept per stream.
+    """
 
     def __init__(self, arn: str, options: AgentCoreOptions, *, keep_bytes: int = KEPT_BYTES) -> None:
         self._options = replace(options, arn=arn) if arn else options
@@ -123,10 +127,10 @@ class AgentCoreSandbox:
         except (ValueError, binascii.Error) as error:
             raise InfrastructureFailure(f"{path} was not read: {error}", Reason.UPLOAD) from error
 
-    # --- the session -------------------------------------------------------------------------------
+    # --- session -----------------------------------------------------------------------------------
 
     async def _begin(self) -> None:
-        """Run the first command, which starts the session."""
+        """Run a first command, which starts the session."""
         ran = await self._run("true", GRACE_S, KEPT_BYTES)
         if not ran.ok:
             raise InfrastructureFailure(f"no command runs in {self._arn}: {ran}", Reason.LAUNCH)
@@ -163,8 +167,8 @@ class AgentCoreSandbox:
             raise InfrastructureFailure(f"{path} was not written: {ran.stderr.strip()}", Reason.UPLOAD)
 
     async def _run(self, line: str, timeout: float, keep: int) -> ExecResult:
-        """Run a command; a rate-limited call did not run and is repeated."""
-        # Quoted for a shell of the service's or for none: both make the same three words of it.
+        """Run a command; repeats rate-limited calls, which did not run."""
+        # Quoted so that the service gets the same three words whether or not it uses a shell.
         command = {"command": f"/bin/sh -c {shlex.quote(line)}", "timeout": math.ceil(timeout)}
         end = asyncio.get_running_loop().time() + BUSY_S
         while True:
@@ -200,7 +204,7 @@ class AgentCoreSandbox:
 
 
 def _named(path: str) -> str:
-    """Path below the working directory, never one that a program takes for an option."""
+    """Path relative to the working directory, with a prefix so that it is never mistaken for an option."""
     check_path(path)
     return posixpath.join(".", path)
 

@@ -1,8 +1,8 @@
-"""Table of AgentCore sessions in SQLite: the service has no call that lists them.
+"""AgentCore session table in SQLite, since the service does not list sessions.
 
-A session is recorded before it is invoked, so that the next process, or `afield cleanup`, knows what a killed
-process started. It counts as alive until a stop was answered or its lifetime is over. Several processes may
-use the file; each call is one short transaction.
+A session is recorded before it is invoked, so that the next process, or `afield cleanup`, knows the sessions
+of a killed process. It counts as alive until a stop was answered or its lifetime is over. Several processes
+may use the file; each call is one short transaction.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from afield.errors import UsageError
 from afield.sqlite import Database
 
 BUSY_TIMEOUT_S = 10.0
-# Ended sessions stay this long, for their logs.
+# Retention of ended sessions in seconds; their logs stay available.
 KEPT_S = 86_400.0
 CLEANED_EVERY = 1000
-# The service counts the lifetime from a little later.
+# Tolerance in seconds: the service counts the lifetime from a slightly later time.
 SLACK_S = 60.0
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
@@ -35,7 +35,7 @@ FIELDS = "session_id, name, arn, qualifier, run, phase, since, until"
 
 
 class InvokeState(StrEnum):
-    """Progress of a session's invoke."""
+    """Progress of a session."""
 
     ASKED = "asked"
     """The call is about to be made; it is unknown whether it arrived."""
@@ -44,21 +44,24 @@ class InvokeState(StrEnum):
 
 
 class AgentCoreSession(Struct, frozen=True, kw_only=True):
-    """One session."""
+    """One row of the table."""
 
     session_id: str
+    """Id of the attempt's session."""
     name: str
-    """Session id of the service."""
+    """Session id of the service, derived from `session_id`."""
     arn: str
-    """Agent runtime."""
+    """ARN of the agent runtime."""
     qualifier: str
-    """Endpoint of the agent runtime."""
+    """Name of the agent runtime's endpoint."""
     run: str
+    """Name of the run."""
     phase: InvokeState = InvokeState.ASKED
+    """Progress of the session."""
     since: float
     """Time of the invoke, in seconds since the epoch."""
     until: float
-    """End of its lifetime, in seconds since the epoch."""
+    """Latest end of its lifetime, in seconds since the epoch."""
 
     @property
     def alive(self) -> bool:
@@ -66,7 +69,7 @@ class AgentCoreSession(Struct, frozen=True, kw_only=True):
 
 
 class SessionTable:
-    """Sessions of all runs in one file, opened at first use; call `close` when done."""
+    """Sessions in one file, opened at first use; call `close` when done."""
 
     def __init__(self, path: Path) -> None:
         self._db = Database(
@@ -83,8 +86,8 @@ class SessionTable:
         self._db.close()
 
     def note(self, entry: AgentCoreSession, most: int) -> AgentCoreSession | None:
-        """Record a session before it is invoked; returns the existing row if there is one, and None if
-        `most` are alive.
+        """Record a session before it is invoked. Returns the existing row if there is one, and None if `most`
+        sessions are alive.
         """
 
         with self._db.transaction() as db:
@@ -100,7 +103,7 @@ class SessionTable:
             return entry
 
     def mark(self, session_id: str, phase: InvokeState) -> None:
-        """Change the state; unknown and stopped sessions stay as they are."""
+        """Change the state; ignores unknown and stopped sessions."""
         change = "UPDATE sessions SET phase = ? WHERE session_id = ? AND phase != 'stopped'"
         self._db.execute(change, phase, session_id)
 
@@ -113,6 +116,7 @@ class SessionTable:
         return _entry(row) if row else None
 
     def alive(self, run: str) -> list[AgentCoreSession]:
+        """Sessions of a run that are alive, oldest first."""
         query = f"SELECT {FIELDS} FROM sessions WHERE run = ? AND phase != 'stopped' AND until > ?"
         return [_entry(row) for row in self._db.fetch_all(f"{query} ORDER BY since", run, time.time())]
 

@@ -1,8 +1,8 @@
-"""Kubernetes API client: configuration, requests, errors, and watches.
+"""Kubernetes API client: configuration, requests, errors and watches.
 
-The library reads kubeconfigs and service accounts and handles TLS and tokens. Requests and answers are plain
-JSON: the library's models cost more CPU than the rest of a request. Idempotent requests are retried while the
-server is unavailable.
+The `kubernetes_asyncio` library reads kubeconfigs and service accounts and handles TLS and tokens. Requests
+and answers are plain JSON, because the library's models cost more CPU than the rest of a request. Idempotent
+requests are retried while the server is unavailable.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ PAGE = "500"
 EXPIRED = 410
 TRIES = 4
 PAUSE_S = 0.3
-TOKEN_S = 60.0  # how long a token is used before it is read, or made, again
+TOKEN_S = 60.0  # time until a token is read or created again, in seconds
 NO_ANSWER = (aiohttp.ClientError, OSError)  # TimeoutError is an OSError
 T = TypeVar("T")
 
 
 class KubernetesRefused(AfieldError):
-    """4xx answer other than rate limiting."""
+    """The API server answered with a 4xx status other than rate limiting."""
 
     def __init__(self, message: str, status: int, reason: str = "") -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ class KubernetesRefused(AfieldError):
 
 
 class KubernetesCluster:
-    """One API server, opened by `open_cluster`. Paths are relative to its address."""
+    """Client of one API server, opened by `open_cluster`. Paths are relative to its address."""
 
     def __init__(self, client: Any, namespace: str) -> None:
         self._client = client
@@ -124,7 +124,7 @@ class KubernetesCluster:
             raise Unavailable(f"{self.host}{path} is not what a cluster says: {error}") from error
 
     async def list(self, path: str, kind: type[T], params: Mapping[str, str]) -> tuple[list[T], str]:
-        """All objects, page by page, and their resource version.
+        """List all objects page by page; returns them with their resource version.
 
         If the version of the first page has expired (410), everything is listed in one request.
         """
@@ -146,7 +146,7 @@ class KubernetesCluster:
 
 
 async def retry_unavailable(ask: Callable[[], Awaitable[T]]) -> T:
-    """Retry a request that may be repeated while the server is unavailable."""
+    """Retry an idempotent request while the server is unavailable."""
     for tried in range(1, TRIES):
         try:
             return await ask()
@@ -169,7 +169,7 @@ def error_of(status: int, said: bytes, retry_after: str = "") -> AfieldError:
 
 
 def parse_status(said: bytes) -> ApiStatus:
-    """The API server's Status object; empty if the answer is not the API server's."""
+    """Decode the API server's Status object; empty if the answer is not from the API server."""
     try:
         found = msgspec.json.decode(said, type=ApiStatus)
     except msgspec.MsgspecError:
@@ -182,18 +182,21 @@ def describe(error: BaseException) -> str:
 
 
 async def open_cluster(options: KubernetesOptions, token_s: float = TOKEN_S) -> KubernetesCluster:
-    """Cluster that the options name; sends nothing. Raises UsageError if the configuration cannot be read."""
+    """Client of the cluster that the options name. Sends nothing.
+
+    Raises UsageError if the configuration cannot be read.
+    """
     try:
         from kubernetes_asyncio import client
     except ImportError as error:
         said = "the kubernetes runtime needs a library: pip install 'afield[kubernetes]'"
         raise UsageError(f"{said} ({error})") from error
     configuration = client.Configuration()
-    configuration.connection_pool_maxsize = 0  # no bound
+    configuration.connection_pool_maxsize = 0  # unlimited
     await _configure(configuration, options, token_s)
     try:
         return KubernetesCluster(client.ApiClient(configuration), options.namespace)
-    except OSError as error:  # certificates that cannot be read
+    except OSError as error:  # unreadable certificates
         raise UsageError(f"the certificates of {configuration.host} cannot be used: {error}") from error
 
 
@@ -205,7 +208,7 @@ async def _configure(configuration: Any, options: KubernetesOptions, token_s: fl
     from kubernetes_asyncio import config
     from yaml import YAMLError
 
-    # What a kubeconfig that is not one makes the library raise.
+    # Exceptions that the library raises for an invalid kubeconfig.
     unreadable = (
         config.ConfigException,
         YAMLError,
@@ -244,14 +247,15 @@ async def _configure(configuration: Any, options: KubernetesOptions, token_s: fl
 def _refreshing(
     loader: Any, unreadable: tuple[type[BaseException], ...], token_s: float
 ) -> Callable[[Any], Awaitable[None]]:
-    """Hook that reads or creates the token again every `token_s`, since tokens expire."""
+    """Hook that reads or creates the token again every `token_s` seconds, since tokens expire."""
     read_at = time.monotonic()
 
     async def refresh(configuration: Any) -> None:
         nonlocal read_at
         if time.monotonic() - read_at < token_s:
             return
-        read_at = time.monotonic()  # before the first await: others who come now take what there is
+        # set before the first await, so that concurrent requests keep the old token
+        read_at = time.monotonic()
         try:
             await loader.load_and_set(configuration)
         except unreadable as error:
@@ -260,13 +264,15 @@ def _refreshing(
     return refresh
 
 
-WATCH_PAUSE_S = (0.2, 15.0)  # after a watch that failed: at first, at most
+WATCH_PAUSE_S = (0.2, 15.0)  # pause after a failed watch, in seconds: first value and maximum
 WATCH_S = 60
 SLACK_S = 15.0
 GONE = 410
 
 
 class Object(Protocol):
+    """Kubernetes object with metadata."""
+
     @property
     def metadata(self) -> ObjectMeta: ...
 
@@ -283,11 +289,12 @@ class _Bare(Struct, frozen=True):
 
 
 class Watch(Generic[K]):
-    """Keeps a copy of all objects of one kind, by one list and one watch, until cancelled.
+    """Watches all objects of one kind with one list and one watch request, until cancelled.
 
-    `changed` gets each object once per version, `gone` the last version of a deleted one. A watch that ends,
-    breaks or stays silent resumes at its version; if the server has dropped that version (410), everything is
-    listed again and missing objects count as deleted. The client library's own watch does not do the latter.
+    `changed` gets each object once per version, `gone` the last version of a deleted object. A watch that
+    ends, breaks or stays silent resumes at its version. If the server has dropped that version (410),
+    everything is listed again, and missing objects count as deleted; the library's own watch does not do
+    that.
     """
 
     def __init__(
@@ -319,7 +326,7 @@ class Watch(Generic[K]):
                 async for change in self._changes():
                     pause_s = WATCH_PAUSE_S[0]
                     self._take(change)
-                # The server ends each watch after a while; one that does so at once is not to be hurried.
+                # The server ends each watch after a while; back off if it does so at once.
                 if asyncio.get_running_loop().time() - began > pause_s:
                     continue
             except _Expired:
@@ -357,7 +364,7 @@ class Watch(Generic[K]):
                 said = await response.read()
                 raise error_of(response.status, said, response.headers.get("Retry-After", ""))
             async for line in response.content:
-                # A line without its end is one that the connection was cut in.
+                # A line without a line end was cut off with the connection.
                 if line.endswith(b"\n") and line.strip():
                     yield msgspec.json.decode(line, type=WatchEvent)
 

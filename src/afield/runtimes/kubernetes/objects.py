@@ -1,10 +1,11 @@
-"""Kubernetes objects: the Job of a session, fields read back, and what they mean.
+"""Kubernetes objects: the Job of a session, and its observed state.
 
-1. Structs for Jobs, pods, lists, watch events and statuses, with only the fields that are used.
-2. `job_name` and `label_value`: how any process finds a session.
-3. `job_for`: the Job to create. It runs once, has a deadline and a TTL, and contains nothing of the payload,
-so that readers of Jobs see no keys.
-4. `end_of`, `unstartable`, `unschedulable`: how a session ended, or why it will not start.
+1. Structs for Jobs, pods, lists, watch events and statuses, with only the fields that are used. Their fields
+have the meaning of the Kubernetes API; defaults stand for absent fields.
+2. `job_name` and `label_value` identify a session for any process.
+3. `job_for` builds the Job. It runs once, has a deadline and a TTL, and contains nothing of the payload, so
+that no reader of Jobs sees keys.
+4. `end_of`, `unstartable` and `unschedulable` tell how a session ended, or why it does not start.
 """
 
 from __future__ import annotations
@@ -28,20 +29,35 @@ READABLE = 30
 
 
 class ObjectMeta(Struct, frozen=True, rename="camel"):
+    """Metadata of an object."""
+
     name: str = ""
+    """Name, unique by kind and namespace."""
     uid: str = ""
+    """Unique id."""
     resource_version: str = ""
+    """Version that changes with each update."""
     labels: dict[str, str] = {}
+    """Labels, which selectors match."""
     annotations: dict[str, str] = {}
+    """Annotations, which hold run and session id."""
     creation_timestamp: datetime | None = None
+    """Time of creation."""
     deletion_timestamp: datetime | None = None
+    """Time of the deletion request; None unless the object is being deleted."""
 
 
 class Condition(Struct, frozen=True, rename="camel"):
+    """Condition in the status of a Job or pod."""
+
     type: str = ""
+    """Kind of condition, such as `Ready`."""
     status: str = ""
+    """`True`, `False` or `Unknown`."""
     reason: str = ""
+    """Reason in one word."""
     message: str = ""
+    """Description."""
 
     @property
     def holds(self) -> bool:
@@ -49,18 +65,27 @@ class Condition(Struct, frozen=True, rename="camel"):
 
 
 class JobStatus(Struct, frozen=True, rename="camel"):
+    """Status of a Job."""
+
     conditions: list[Condition] = []
+    """Conditions of the Job."""
     start_time: datetime | None = None
+    """Start of the Job; None before."""
     ready: int | None = None
+    """Number of ready pods; None if not reported."""
 
 
 class Job(Struct, frozen=True, rename="camel"):
+    """Job of one session."""
+
     metadata: ObjectMeta = ObjectMeta()
+    """Metadata of the Job."""
     status: JobStatus = JobStatus()
+    """Status of the Job."""
 
     @property
     def ended(self) -> Condition | None:
-        """Condition that says the Job has ended; one that is about to fail counts as failed."""
+        """Condition that the Job has completed or failed; a Job that is about to fail counts as failed."""
         wanted = ("Failed", "FailureTarget", "Complete")
         return next(
             (c for kind in wanted for c in self.status.conditions if c.type == kind and c.holds), None
@@ -68,42 +93,74 @@ class Job(Struct, frozen=True, rename="camel"):
 
 
 class TerminatedState(Struct, frozen=True, rename="camel"):
+    """State of a container that has ended."""
+
     exit_code: int = 0
+    """Exit code; 128 plus the signal number if a signal ended it."""
     reason: str = ""
+    """Reason in one word, such as `OOMKilled`."""
     message: str = ""
+    """Description."""
 
 
 class WaitingState(Struct, frozen=True, rename="camel"):
+    """State of a container that has not started."""
+
     reason: str = ""
+    """Reason in one word, such as `ImagePullBackOff`."""
     message: str = ""
+    """Description."""
 
 
 class ContainerState(Struct, frozen=True):
+    """State of a container."""
+
     waiting: WaitingState | None = None
+    """Set while the container has not started."""
     terminated: TerminatedState | None = None
+    """Set once the container has ended."""
 
 
 class ContainerStatus(Struct, frozen=True, rename="camel"):
+    """Status of a container in a pod."""
+
     name: str = ""
+    """Name of the container."""
     state: ContainerState = ContainerState()
+    """State of the container."""
 
 
 class PodStatus(Struct, frozen=True, rename="camel"):
+    """Status of a pod."""
+
     phase: str = ""
+    """`Pending`, `Running`, `Succeeded`, `Failed` or `Unknown`."""
     reason: str = ""
+    """Reason in one word, such as `Evicted`."""
     message: str = ""
+    """Description."""
     conditions: list[Condition] = []
+    """Conditions of the pod."""
     container_statuses: list[ContainerStatus] = []
+    """Statuses of its containers."""
 
 
 class PodSpec(Struct, frozen=True, rename="camel"):
+    """Specification of a pod."""
+
     node_name: str = ""
+    """Node that the pod is scheduled on; empty before."""
 
 
 class Pod(Struct, frozen=True, rename="camel"):
+    """Pod of one session."""
+
     metadata: ObjectMeta = ObjectMeta()
+    """Metadata of the pod."""
     spec: PodSpec = PodSpec()
+    """Specification of the pod."""
     status: PodStatus = PodStatus()
+    """Status of the pod."""
 
     def condition(self, kind: str) -> Condition | None:
         return next((c for c in self.status.conditions if c.type == kind), None)
@@ -115,50 +172,68 @@ class Pod(Struct, frozen=True, rename="camel"):
 
 
 class Event(Struct, frozen=True):
-    """Message of a controller about an object."""
+    """Event that a controller reports about an object."""
 
     reason: str = ""
+    """Reason in one word, such as `FailedCreate`."""
     message: str = ""
+    """Description."""
 
 
 Item = TypeVar("Item")
 
 
 class ListMeta(Struct, frozen=True, rename="camel"):
+    """Metadata of a list."""
+
     resource_version: str = ""
+    """Version of the list, at which a watch can start."""
     continue_: str = msgspec.field(default="", name="continue")
+    """Token of the next page; empty on the last page."""
 
 
 class ObjectList(Struct, Generic[Item], frozen=True):
-    """Some servers send null for an empty list."""
+    """One page of a list."""
 
     items: list[Item] | None = None
+    """Objects of the page; some servers send null for none."""
     metadata: ListMeta = ListMeta()
+    """Metadata of the list."""
 
 
 class WatchEvent(Struct, frozen=True):
     """One line of a watch."""
 
     type: str
+    """`ADDED`, `MODIFIED`, `DELETED`, `BOOKMARK` or `ERROR`."""
     object: msgspec.Raw
+    """The object, not decoded."""
 
 
 class ApiStatus(Struct, frozen=True, rename="camel"):
     """Error answer of an API server."""
 
     kind: str = ""
+    """`Status`; empty if the answer is not from the API server."""
     message: str = ""
+    """Description."""
     reason: str = ""
+    """Reason in one word, such as `AlreadyExists`."""
     code: int = 0
+    """HTTP status."""
 
 
 class AccessReview(Struct, frozen=True):
-    """Answer to SelfSubjectAccessReview."""
+    """Answer to a SelfSubjectAccessReview."""
 
     class AccessReviewStatus(Struct, frozen=True):
+        """Result of the review."""
+
         allowed: bool = False
+        """Whether the credentials have the permission."""
 
     status: AccessReviewStatus = AccessReviewStatus()
+    """Result of the review."""
 
 
 def job_name(run: str, session_id: str) -> str:
@@ -168,7 +243,7 @@ def job_name(run: str, session_id: str) -> str:
 
 
 def label_value(text: str) -> str:
-    """Value for a label; text that is not allowed is replaced by its digest."""
+    """Value for a label; text that is not allowed in labels is replaced by its digest."""
     return text if LABEL.fullmatch(text) else f"sha256-{_digest(text)}"
 
 
@@ -178,12 +253,13 @@ def _digest(text: str) -> str:
 
 CONTAINER = "agent"
 GRACE_S = 5
-# A node that is gone is waited for this long; clusters say five minutes where nothing else is said.
+# Time until pods of a lost node are evicted, in seconds; the cluster default is five minutes.
 LOST_NODE_S = 30
 PROBE_S = 1
 
 
 def job_for(options: KubernetesOptions, run: str, session_id: str) -> dict[str, Any]:
+    """Build the Job of a session."""
     labels = {**options.labels, RUN: label_value(run), SESSION: label_value(session_id)}
     notes = {RUN: run, SESSION: session_id}
     return {
@@ -237,7 +313,7 @@ def _container(options: KubernetesOptions) -> dict[str, Any]:
         "readinessProbe": {
             "httpGet": {"path": "/ping", "port": options.port},
             "periodSeconds": PROBE_S,
-            # An agent that is busy answers late; it is not to lose its address for that.
+            # A busy agent answers late and must not become unready for that.
             "failureThreshold": 30,
             "timeoutSeconds": 5,
         },
@@ -273,7 +349,7 @@ def _patience(what: str) -> dict[str, Any]:
     }
 
 
-# Reasons a container waits for that no waiting mends.
+# Waiting reasons that do not resolve by themselves.
 UNSTARTABLE = frozenset(
     {
         "ErrImagePull",
@@ -292,17 +368,24 @@ class SessionEnd(Struct, frozen=True):
     """How a session ended."""
 
     said: str = ""
+    """Description of the failure; empty if the session succeeded."""
     reason: Reason = Reason.DIED
+    """Reason of the failure."""
     sure: bool = True
+    """Whether this is the final cause; False if a more specific one may still be observed."""
 
 
 class Observed(Struct):
     """Last observed state of a session's Job and pod."""
 
     job: Job | None = None
+    """The Job; None if none was observed."""
     pod: Pod | None = None
+    """The pod; None if none was observed."""
     job_gone: bool = False
+    """Whether the Job was deleted."""
     pod_gone: bool = False
+    """Whether the pod was deleted."""
 
     @property
     def summary(self) -> str:
@@ -315,7 +398,7 @@ class Observed(Struct):
 
 
 def end_of(observed: Observed) -> SessionEnd | None:
-    """How the session ended, or None while it runs."""
+    """How the session ended; None while it runs."""
     ended = observed.job.ended if observed.job else None
     if ended and ended.type == "Complete":
         return SessionEnd()
@@ -342,7 +425,7 @@ def _pod_end(observed: Observed) -> SessionEnd | None:
     deleted = observed.pod_gone or pod.metadata.deletion_timestamp is not None
     where = f" on node {pod.spec.node_name}" if pod.spec.node_name else ""
     if pod.status.phase == "Failed":
-        # One that is being deleted was ended by somebody, who may tell why.
+        # A pod that is being deleted may yet report the cause.
         return SessionEnd(f"it {_failed(pod)}{where}", sure=not deleted or disrupted is not None)
     if deleted and disrupted and disrupted.holds:
         return SessionEnd(f"its pod was taken away{where} ({_words(disrupted)})")
@@ -352,7 +435,7 @@ def _pod_end(observed: Observed) -> SessionEnd | None:
 
 
 def unstartable(pod: Pod) -> str:
-    """Why a pod will never start; empty if it may."""
+    """Why a pod will never start; empty if it may start."""
     for status in pod.status.container_statuses:
         waiting = status.state.waiting
         if waiting and waiting.reason in UNSTARTABLE:
@@ -361,7 +444,7 @@ def unstartable(pod: Pod) -> str:
 
 
 def unschedulable(pod: Pod) -> str:
-    """Why no node accepts a pod at present; empty otherwise."""
+    """Why no node accepts a pod at present; empty if it is not known to be unschedulable."""
     scheduled = pod.condition("PodScheduled")
     if scheduled and scheduled.status == "False" and scheduled.reason == "Unschedulable":
         return scheduled.message or scheduled.reason

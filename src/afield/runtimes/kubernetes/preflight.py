@@ -1,6 +1,6 @@
-"""Kubernetes preflight check: cluster, namespace, permissions, referenced objects, and a dry-run Job.
+"""Kubernetes preflight check: cluster, namespace, permissions, referenced objects, dry-run Job.
 
-Each problem is a UsageError that names the value and the remedy. Objects that these credentials may not read
+Each problem is a UsageError that names the value and the remedy. Objects that the credentials may not read
 are not checked.
 """
 
@@ -22,13 +22,14 @@ NEEDED = (
     ("", "pods", "log", "get"),
     *(("", "pods", "proxy", verb) for verb in ("get", "create")),
 )
-# The name and nothing else: a secret is not ours to read.
+# Request metadata only, so that contents of secrets are never read.
 BARE = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"}
 REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 UNASKABLE = (401, 403, 404)
 
 
 async def check(cluster: KubernetesCluster, options: KubernetesOptions, run: str) -> None:
+    """Run all checks; raises UsageError at the first problem."""
     if not options.image:
         raise UsageError("the kubernetes runtime has no image; name one that serves /invocations on its port")
     try:
@@ -73,12 +74,12 @@ async def _may(cluster: KubernetesCluster, group: str, resource: str, sub: str, 
     try:
         said = await retry_unavailable(lambda: cluster.call("POST", REVIEWS, body=body))
     except KubernetesRefused:
-        return True  # not ours to ask; the first Job will tell
+        return True  # the credentials may not ask; the first Job shows it
     return msgspec.json.decode(said, type=AccessReview).status.allowed
 
 
 async def _parts(cluster: KubernetesCluster, options: KubernetesOptions) -> None:
-    """Objects that the pods refer to."""
+    """Check the objects that pods refer to."""
     wanted = [
         (
             cluster.core("serviceaccounts", options.service_account),
@@ -115,7 +116,7 @@ async def _accepted(cluster: KubernetesCluster, options: KubernetesOptions, run:
             lambda: cluster.call("POST", cluster.jobs(), params={"dryRun": "All"}, body=body)
         )
     except RateLimited:
-        return  # full for now
+        return  # quota is used up for now, which is no mistake
     except KubernetesRefused as error:
         if error.status != 409:
             raise UsageError(f"the cluster would not take our Jobs: {error}") from error

@@ -1,11 +1,11 @@
 """Kubernetes runtime: one Job per attempt.
 
-1. The payload goes to the agent through the API server once its pod is ready: no key is part of a Job, and
+1. The payload goes to the agent through the API server once its pod is ready. No key is part of a Job, and
 only the API server needs to be reachable.
-2. One watch on Jobs and one on pods detect how sessions end; `/ping` detects agents that finish while their
+2. One watch on Jobs and one on pods detect how sessions end. `/ping` detects agents that finish while their
 pod stays.
-3. Launches fail by cause, not by timeout: an image that cannot be pulled, a pod that no node accepts or that
-may not be created.
+3. A launch fails as soon as its cause is known: an image that cannot be pulled, a pod that no node accepts or
+that may not be created.
 4. Jobs outlive a killed controller: the next one adopts them, `afield cleanup` deletes them, or their
 deadline ends them.
 """
@@ -47,17 +47,18 @@ from afield.runtimes.kubernetes.sessions import KubernetesSession, RunNamespace,
 from afield.settings.runtimes import KubernetesOptions
 from afield.types import Attempt, Failure, Reason
 
-# A Job without a pod for so long is asked about.
+# Time without a pod after which a Job's events are read, in seconds.
 PODLESS_S = 3.0
 POSTS = 4
-# How long after its connection broke a dead pod is noticed.
+# Time to notice that a pod died after its connection broke, in seconds.
 NOTICE_S = 5.0
 BETWEEN_S = 1.0
 
 
 class JobLaunch:
-    """One launch: create the Job, wait for its pod, post the payload. A Job of an earlier process is
-    reused.
+    """Launch of one session: creates the Job, waits for its pod, and posts the payload.
+
+    Reuses a Job that an earlier process created.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class JobLaunch:
         self._session = session
 
     async def run(self, attempt: Attempt, payload: dict[str, Any]) -> None:
-        """Raises the failure of a launch that did not succeed."""
+        """Launch the session; raises the failure if that fails."""
         session = self._session
         try:
             body = wire.encode(payload)
@@ -83,14 +84,14 @@ class JobLaunch:
         if not fresh:
             await self._sessions.refresh(session)
         pod = await self._ready()
-        # Some agents do not know a payload that they have had: one that is_working has it.
+        # Some agents run a repeated payload twice, so skip an agent that already works on it.
         if pod and (fresh or await self._sessions.is_working(session) is not True):
             await self._post(pod, attempt, body)
         session.accepted = True
         await self._check_not_stopped()
 
     async def _ready(self) -> Pod | None:
-        """The pod once it is ready; None if an existing Job has already succeeded."""
+        """Wait until the pod is ready; None if an existing Job has already succeeded."""
         session, now = self._session, asyncio.get_running_loop().time
         asked = scheduled_at = now()
         unschedulable_s = self._namespace.options.unschedulable_s
@@ -98,7 +99,7 @@ class JobLaunch:
             pod = session.pod
             if pod is not None and pod.ready:
                 return pod
-            # By our own clock: the cluster's may be another.
+            # Measured by the local clock, since the cluster's clock may differ.
             scheduled_at = scheduled_at if pod and unschedulable(pod) else now()
             if pod is not None:
                 self._check_startable(pod, now() - scheduled_at)
@@ -136,7 +137,7 @@ class JobLaunch:
                 return
             why = missed.why
             last = turn == POSTS - 1 or not missed.again
-            # It may have died of it: then its end says more than a broken connection.
+            # If the pod died, its end is more specific than a broken connection: wait for it.
             end = now() + (NOTICE_S if last else BETWEEN_S)
             while now() < end and await self._check_not_stopped():
                 await self._session.changed(end - now())
@@ -145,7 +146,7 @@ class JobLaunch:
         raise InfrastructureFailure(f"{self._session.id} did not take its payload: {why}", Reason.LAUNCH)
 
     async def _check_not_stopped(self) -> bool:
-        """False if the session has ended well; raises its failure otherwise."""
+        """Return True while the session runs and False if it succeeded; raises its failure otherwise."""
         session_id = self._session.id
         if self._attempts.is_running(session_id) and not self._session.ending:
             return True
@@ -158,20 +159,23 @@ class JobLaunch:
 log = logging.getLogger("afield.runtimes.kubernetes.runtime")
 
 POLL_S = 2.0
-PINGS_PER_S = 25.0  # of all sessions together: they all go through one API server
+PINGS_PER_S = 25.0  # limit for all sessions together, which share one API server
 PINGS_AT_ONCE = 10
-# How long a cause may come after its effect.
+# Time for a more specific cause of an end to be observed, in seconds.
 CAUSE_DELAY_S = 2.0
 DELETES_AT_ONCE = 16
 CLOSE_S = 60.0
-# Between two looks for a session, while the API server does not answer.
+# Interval between searches for a session while the API server does not answer, in seconds.
 SEARCH_S = 2.0
 TAIL = 4_000
 LOG_ENDS = "; its log ends: "
 
 
 class KubernetesRuntime:
-    """Runs agents as Jobs. `name` is the run: Jobs of other runs are neither listed nor stopped."""
+    """Runs agents as Jobs.
+
+    `name` is the run: Jobs of other runs are neither listed nor stopped.
+    """
 
     def __init__(
         self,
@@ -220,7 +224,7 @@ class KubernetesRuntime:
             for session in self._sessions.sessions.values():
                 session.changed_event.set()
             if self._launches:
-                # One that is cut off while it creates a Job would leave it behind.
+                # Do not cancel launches at once: a Job that is being created would be left behind.
                 await asyncio.wait(self._launches.values(), timeout=CLOSE_S / 2)
             await self._delete_all()
         finally:
@@ -248,7 +252,9 @@ class KubernetesRuntime:
         )
 
     async def adopt(self, attempt: Attempt) -> bool | None:
-        """None if the pod exists and does not answer; `wait` then follows it."""
+        """None if the pod exists but does not answer, or the cluster is unavailable; the session is followed
+        anyway.
+        """
         session_id = attempt.session_id
         if self._attempts.is_running(session_id):
             return True
@@ -279,7 +285,7 @@ class KubernetesRuntime:
             session.changed_event.set()
             await self._save_log(session)
         await self._namespace.delete(session_id, session.uid if session else "")
-        # A launch under way may yet make a Job; it sees that it is not wanted, and ends it.
+        # A launch in progress may still create a Job; it then sees the stop and deletes the Job.
         if session_id not in self._launches:
             self._sessions.remove(session_id)
 
@@ -339,7 +345,7 @@ class KubernetesRuntime:
         return failure
 
     async def _delete_failed(self, session: KubernetesSession) -> None:
-        """Delete what a failed launch created."""
+        """Delete the Job of a failed launch."""
         try:
             await self._namespace.delete(session.id, session.uid)
             self._sessions.remove(session.id)
@@ -349,7 +355,7 @@ class KubernetesRuntime:
     # --- observed state --------------------------------------------------------------------------
 
     async def _track(self, session_id: str) -> KubernetesSession:
-        """Start watching a session."""
+        """Follow a session; starts the watches at first use."""
         cluster = await self._namespace.cluster()
         if not self._watching:
             is_working = (*self._sessions.watches(cluster), self._poll())
@@ -357,7 +363,10 @@ class KubernetesRuntime:
         return self._sessions.add(session_id)
 
     async def _refresh_working(self, session: KubernetesSession) -> bool | None:
-        """Whether the session's agent works; a launcher may have died before it sent the payload."""
+        """Read the session's state; returns whether its agent works, None if it does not answer.
+
+        The agent does not work if the launching process died before it sent the payload.
+        """
         await self._sessions.refresh(session)
         job = session.observed.job
         lives = await self._sessions.is_working(session) if job and not job.ended else False
@@ -461,7 +470,7 @@ class KubernetesRuntime:
             log.warning("%s may be left behind until its deadline", session.id)
 
     async def _save_log(self, session: KubernetesSession) -> str:
-        """Save the log before the pod and its log are deleted; returns its tail."""
+        """Save the log before the pod is deleted; returns its tail."""
         if session.log or session.pod is None:
             return session.log
         said = await (await self._namespace.pods()).log(session.pod.metadata.name)

@@ -1,8 +1,8 @@
 """Jobs and pods of one run, and the sessions that this process follows.
 
-1. `PodClient` talks to agents through the API server's pod proxy, and tells its errors from the agent's.
-2. `RunNamespace` creates, finds and deletes the run's Jobs, by label and from any process. Jobs of other runs
-are neither listed nor touched.
+1. `PodClient` talks to agents through the API server's pod proxy, and separates its errors from the agent's.
+2. `RunNamespace` creates, finds and deletes the run's Jobs, by label and from any process. It never lists or
+touches Jobs of other runs.
 3. `SessionTracker` keeps the observed state of each session, from one watch on Jobs and one on pods.
 """
 
@@ -54,22 +54,25 @@ LOG_BYTES = 64 * 1024
 
 
 class PostError(Struct, frozen=True):
-    """Why a payload may not have arrived."""
+    """Post of a payload that may not have arrived."""
 
     why: str
+    """Error message."""
     again: bool
+    """Whether the post may be repeated."""
 
 
 class PodClient:
-    """Requests to agents in pods."""
+    """Sends requests to agents in pods."""
 
     def __init__(self, cluster: KubernetesCluster, port: int) -> None:
         self._cluster = cluster
         self._port = port
 
     async def post(self, pod: str, attempt: Attempt, body: bytes) -> PostError | None:
-        """Send a payload; returns None once the agent has it, and raises the failure that its error status
-        stands for.
+        """Send a payload; returns None once the agent has accepted it.
+
+        Raises a failure for the agent's error status.
         """
         headers = {"X-Amzn-Bedrock-AgentCore-Runtime-Session-Id": attempt.session_id}
         try:
@@ -87,7 +90,7 @@ class PodClient:
             if isinstance(error, Unavailable | RateLimited):
                 return PostError(str(error), again=response.status != 504)
             raise error
-        # Alone in its pod, an agent that is too busy is a place that broke.
+        # An agent alone in its pod cannot be busy, so a busy status is an infrastructure failure.
         raise invocations.failure_of(attempt, response.status, said.decode("utf-8", "replace"))
 
     async def ping(self, pod: str) -> PingResponse | None:
@@ -111,7 +114,7 @@ class PodClient:
         return said[-LOG_BYTES:].decode("utf-8", "replace")
 
     async def of(self, selector: str) -> list[Pod]:
-        """Pods by label, the newest first."""
+        """Pods by label selector, the newest first."""
         found, _ = await self._cluster.list(self._cluster.core("pods"), Pod, {"labelSelector": selector})
         return sorted(found, key=lambda pod: str(pod.metadata.creation_timestamp), reverse=True)
 
@@ -121,7 +124,7 @@ class PodClient:
         path = self._cluster.core("events")
         try:
             found, _ = await self._cluster.list(path, Event, {"fieldSelector": selector})
-        except KubernetesRefused:  # events are not everybody's to read
+        except KubernetesRefused:  # no permission to read events
             return ""
         return next((event.message for event in reversed(found) if event.reason == "FailedCreate"), "")
 
@@ -168,7 +171,7 @@ class RunNamespace:
         return found
 
     async def find(self, session_id: str) -> Job | None:
-        """The session's Job, or None if it does not exist or is being deleted."""
+        """Find the session's Job; None if it does not exist or is being deleted."""
         cluster = await self.cluster()
         try:
             job = await cluster.get(cluster.jobs(job_name(self.run, session_id)), Job)
@@ -179,7 +182,7 @@ class RunNamespace:
         return job if job.metadata.deletion_timestamp is None else None
 
     async def create(self, session_id: str) -> bool:
-        """Create the session's Job; False if it existed."""
+        """Create the session's Job; returns False if it exists."""
         cluster = await self.cluster()
         body = job_for(self.options, self.run, session_id)
         try:
@@ -195,7 +198,7 @@ class RunNamespace:
         return False
 
     async def delete(self, session_id: str, uid: str = "") -> None:
-        """Delete the Job and its pods; harmless if it is gone, or if another Job has its name."""
+        """Delete the Job and its pods. Harmless if it is gone, or if another Job has its name."""
         if not uid:
             job = await self.find(session_id)
             if job is None:
@@ -216,7 +219,7 @@ class RunNamespace:
 
 
 class KubernetesSession:
-    """A session that this process follows."""
+    """Session that this process follows."""
 
     def __init__(self, session_id: str) -> None:
         self.id = session_id
@@ -237,7 +240,7 @@ class KubernetesSession:
         return self.observed.job.metadata.uid if self.observed.job else ""
 
     def update_pod(self, pod: Pod) -> None:
-        """A Job has one pod; if a controller created a second, the newest counts."""
+        """Store the pod; if a controller created a second one, the newest counts."""
         before = self.observed.pod
         if before is not None and before.metadata.uid != pod.metadata.uid:
             born, older = pod.metadata.creation_timestamp, before.metadata.creation_timestamp
@@ -257,7 +260,7 @@ class KubernetesSession:
 
 
 class SessionTracker:
-    """Sessions by id; calls `review` at each change of one."""
+    """Sessions by id; calls `review` after each change of one."""
 
     def __init__(self, namespace: RunNamespace, review: Callable[[KubernetesSession], None]) -> None:
         self._namespace = namespace

@@ -1,9 +1,11 @@
 """Ray actor that reserves resources and runs sessions through a fork server.
 
-A Ray worker costs half a second of CPU to start, a fork a few milliseconds: so one actor serves many
-sessions, each in a fresh process forked by its fork server. All methods are idempotent and can be called by
-any process of the cluster. If the actor dies, the fork server's socket closes and every session ends. Needs
-Linux and afield's base install.
+1. Starting a Ray worker costs half a second of CPU, a fork a few milliseconds. One actor therefore serves
+many sessions, each in a fresh process of its fork server.
+2. All methods are idempotent and can be called by any process of the cluster.
+3. If the actor dies, the fork server's socket closes and every session ends.
+
+Requires Linux and afield's base install.
 """
 
 from __future__ import annotations
@@ -45,25 +47,35 @@ class ForkServerSettings(Struct, frozen=True, kw_only=True):
     """Arguments of an actor."""
 
     target: str
+    """`path/to/file.py:name` or `package.module:name`."""
     memory_mb: int | None = None
+    """Maximum resident memory of a session in MB; None for no limit."""
     log_dir: str = ""
+    """Directory for session logs on the node; empty keeps them in unnamed files."""
 
 
 class ActorStatus(Struct, frozen=True, kw_only=True):
-    """Whether an actor can serve, and where it runs."""
+    """Status of an actor after its start."""
 
     problem: str = ""
+    """Why it cannot serve; empty if it can."""
     where: str = ""
+    """Host name and process id of the worker."""
     threads: tuple[str, ...] = ()
+    """Names of threads that the agent's module starts at import; they do not survive a fork."""
 
 
 class RaySessionInfo(Struct, frozen=True, kw_only=True):
-    """A running session."""
+    """Running session of an actor."""
 
     session_id: str
+    """Id of the attempt's session."""
     where: str
+    """Host name and process ids, for operators."""
     since: float
+    """Start in seconds since the epoch."""
     phase: Phase
+    """STARTING until the agent has its payload, then RUNNING."""
 
 
 class _ActorSession:
@@ -95,7 +107,7 @@ class ForkServerActor:
         return await asyncio.shield(self._start)
 
     async def launch(self, session_id: str, payload: bytes) -> SessionAccepted | SessionExited:
-        """Wait until the agent has accepted or refused the payload, or died."""
+        """Launch a session; waits until the agent has accepted or refused the payload, or died."""
         await self.ready()
         if known := self._ended.get(session_id):
             return known
@@ -115,7 +127,7 @@ class ForkServerActor:
         return self._ended.get(session_id)
 
     async def stop(self, session_id: str) -> bool:
-        """Kill a session and wait until it has ended; False if it is unknown."""
+        """Kill a session and wait until it has ended; returns False if it is unknown."""
         if session_id not in self._sessions:
             return False
         self._order(StopSession(session_id))
@@ -133,14 +145,16 @@ class ForkServerActor:
         return [self._info(session_id, session) for session_id, session in self._sessions.items()]
 
     async def over(self) -> str:
-        """Wait until the fork server has ended; returns why. Callers also learn of the actor's own death."""
+        """Wait until the fork server has ended; returns why. The pending call also reveals the actor's own
+        death.
+        """
         await self.ready()
         if self._reading is not None:
             await asyncio.shield(self._reading)
         return self._gone
 
     async def close(self) -> None:
-        """End all sessions and wait for that."""
+        """End all sessions and wait until they have ended."""
         if self._writer is not None:
             with contextlib.suppress(OSError):
                 self._writer.write_eof()

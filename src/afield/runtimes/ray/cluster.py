@@ -1,8 +1,9 @@
-"""Ray connection of this process, and the resources that one actor requests.
+"""Ray connection of this process, and the resources of an actor.
 
-Ray has one connection per process: runtimes with the same address share it, and the last one to leave closes
-it. A connection that the program opened itself is used and stays open. Every call to Ray runs in a thread.
-Known mistakes (Ray not installed, wrong address, more resources than any node has) raise UsageError.
+1. Ray has one connection per process. Runtimes with the same address share it, and the last one closes it. A
+connection that the program opened itself is used and stays open.
+2. Every call to Ray runs in a thread.
+3. Known mistakes raise UsageError: Ray not installed, a wrong address, more resources than any node has.
 """
 
 from __future__ import annotations
@@ -27,18 +28,23 @@ from afield.settings.runtimes import RayOptions
 NAMESPACE = "afield"
 CONNECT_TIMEOUT_S = 5.0
 OBJECT_STORE_BYTES = 256 * 2**20
-SLOTS_WITHOUT_CPU = 32  # where a session takes no CPU
+SLOTS_WITHOUT_CPU = 32  # slots of an actor if sessions request no CPU
 T = TypeVar("T")
 
 
 class ResourceRequest(Struct, frozen=True, kw_only=True):
-    """Resources that an actor with `slots` sessions requests."""
+    """Resources of one actor."""
 
     slots: int
+    """Number of concurrent sessions in the actor."""
     cpus: float
+    """CPUs for all slots together."""
     gpus: float
+    """GPUs for the actor."""
     memory: int | None
+    """Memory for all slots together, in bytes; None requests none."""
     resources: Mapping[str, float]
+    """Amounts of custom Ray resources by name."""
 
     @classmethod
     def of(cls, options: RayOptions, slots: int) -> ResourceRequest:
@@ -51,6 +57,7 @@ class ResourceRequest(Struct, frozen=True, kw_only=True):
         )
 
     def fits(self, has: Mapping[str, float]) -> bool:
+        """Whether a node with the resources `has` can hold the actor when it is empty."""
         wanted = {"CPU": self.cpus, "GPU": self.gpus, "memory": self.memory or 0, **self.resources}
         return all(has.get(name, 0) >= much for name, much in wanted.items() if much)
 
@@ -61,9 +68,11 @@ class ResourceRequest(Struct, frozen=True, kw_only=True):
 
 
 def resource_request(options: RayOptions, nodes: list[Mapping[str, float]]) -> ResourceRequest:
-    """As many sessions per actor as fit into one CPU, fewer if no node has that much.
+    """Compute the resources of an actor: as many sessions as fit into one CPU, fewer if no node has that
+    much.
 
-    GPUs and named resources are not divided: such a session has an actor of its own.
+    GPUs and custom resources are not divided: each session that requests them has its own actor. Raises
+    UsageError if no node is large enough.
     """
     _check_amounts(options)
     slots = 1
@@ -95,15 +104,18 @@ def _check_amounts(options: RayOptions) -> None:
 
 
 class ShippedTarget(Struct, frozen=True):
-    """Runtime environment for the nodes, and the target's name there."""
+    """Target as the nodes see it."""
 
     runtime_env: dict[str, Any]
+    """Ray runtime environment that ships the code."""
     target: str
+    """Target to load on a node."""
 
 
 def ship_target(target: str, options: RayOptions) -> ShippedTarget:
-    """Ship the folder of a file target to the nodes, unless the cluster is this machine or the caller
-    ships a `working_dir`; then the target stays as it is.
+    """Ship the folder of a file target to the nodes.
+
+    A local cluster needs no shipping; a `working_dir` in the options replaces it.
     """
     runtime_env = dict(options.runtime_env)
     place, _, name = target.rpartition(":")
@@ -120,10 +132,10 @@ def ship_target(target: str, options: RayOptions) -> ShippedTarget:
 
 
 class RayCluster:
-    """Shared connection; call `acquire` and `release` in pairs. `owned`: opened here, with our runtime
-    environment.
+    """Shared connection of this process; call `acquire` and `release` in pairs.
 
-    The threads live as long as the connection: what Ray starts here dies with the thread that started it.
+    `owned` is True if this class opened the connection, with its runtime environment. The threads live as
+    long as the connection, because processes that Ray starts here die with the thread that started them.
     """
 
     _shared: ClassVar[RayCluster | None] = None
@@ -138,7 +150,7 @@ class RayCluster:
 
     @classmethod
     async def acquire(cls, address: str, runtime_env: dict[str, Any]) -> RayCluster:
-        """The shared connection; raises UsageError if it cannot be opened."""
+        """Return the shared connection; raises UsageError if it cannot be opened."""
         cluster = cls._shared
         if cluster is None:
             cluster = cls._shared = cls(address, runtime_env)
@@ -176,7 +188,7 @@ class RayCluster:
                 self._open(ray)
 
     def _open(self, ray: Any) -> None:
-        # Ray warns of every connection that is not create_actor by the main thread.
+        # Ray warns about every connection that is not opened by the main thread.
         logging.getLogger("ray").setLevel(logging.ERROR)
         usual = {"log_to_driver": False, "configure_logging": False}
         asked: dict[str, Any] = {**usual, "namespace": NAMESPACE, "runtime_env": dict(self.runtime_env)}
@@ -207,7 +219,7 @@ def ray_module() -> Any:
 
 
 def _check_reachable(address: str) -> None:
-    """Connect to the address first: Ray itself retries for minutes."""
+    """Connect to the address first, because Ray itself retries for minutes."""
     host, colon, port = address.rpartition("://")[2].partition("/")[0].rpartition(":")
     if not colon:
         if address in ("auto", "local"):

@@ -1,9 +1,13 @@
-"""Fork server of a Ray actor: loads the agent once and forks a process per session.
+"""Fork server of a Ray actor: loads the agent and forks a process per session.
 
 `python -m afield.runtimes.ray.fork_server TARGET FD [--memory-mb N] [--log-dir DIR]` talks to its actor over
-the socket FD. A session ends with all its descendants, daemons included: each session adopts its orphans, and
-this process kills what ended sessions leave. When the socket closes, everything ends. Each session has its
-own log. Threads do not survive a fork: `AgentLoaded` names threads that the agent's module starts at import.
+the socket FD.
+
+1. A session ends with all its descendants, including daemons: each session adopts its orphans, and this
+process kills those that ended sessions leave.
+2. When the socket closes, all sessions end.
+3. Each session has its own log.
+4. Threads do not survive a fork: `AgentLoaded` names the threads that the agent's module starts at import.
 """
 
 from __future__ import annotations
@@ -80,7 +84,7 @@ class ForkedSession:
 
 
 class RayForkServer:
-    """Single-threaded: a process with other threads cannot be forked safely."""
+    """Single-threaded server, since a process with several threads cannot be forked safely."""
 
     def __init__(self, runner: Runner, nest: socket.socket, memory_mb: int | None, log_dir: str) -> None:
         self._runner = runner
@@ -89,7 +93,7 @@ class RayForkServer:
         self._memory_mb = memory_mb
         self._log_dir = log_dir
         self._sessions: dict[str, ForkedSession] = {}
-        self._initial_children = set(children(os.getpid()))  # what the agent's module started
+        self._initial_children = set(children(os.getpid()))  # started by the agent's module
         self._poll = select.poll()
         self._poll.register(nest, select.POLLIN)
         self._handlers: dict[int, Callable[[], None]] = {}
@@ -97,7 +101,7 @@ class RayForkServer:
         self._over = False
 
     def run(self) -> None:
-        """Serve until the socket closes."""
+        """Serve until the socket closes, then kill all sessions."""
         timeout_ms = WATCH_S * 1000 if self._memory_mb else None
         while not self._over:
             for fd, _ in self._poll.poll(timeout_ms):
@@ -150,8 +154,9 @@ class RayForkServer:
         self._on_readable(session.pidfd, lambda: self._ended(session))
 
     def _open_log(self, session_id: str) -> tuple[str, int]:
-        """Path that others can read while it grows, and a descriptor. Without a log directory the file has
-        no name.
+        """Open the session's log; returns a path that other processes can read, and a descriptor.
+
+        Without a log directory the file has no name.
         """
         if self._log_dir:
             path = str(Path(self._log_dir) / f"{session_id}.log")
@@ -170,12 +175,12 @@ class RayForkServer:
             os.close(answers)
         line, end, _ = session.said.partition(b"\n")
         if session.taken:
-            session.said = b""  # whatever else an agent writes there
+            session.said = b""  # ignore further output of the agent
         elif end or len(session.said) > MOST_SAID:
             session.taken = True
             try:
                 taken = msgspec.json.decode(line, type=SessionAccepted)
-            except msgspec.MsgspecError:  # an agent can open its parent's files
+            except msgspec.MsgspecError:  # an agent can write to its parent's files
                 session.kill("it wrote into what is between its process and the one that started it")
                 return
             taken = msgspec.structs.replace(taken, session_id=session.id)
@@ -186,7 +191,7 @@ class RayForkServer:
         self._forget_fd(session.pidfd)
         del self._sessions[session.id]
         self._kill_leftovers()
-        # Nobody is left who could hold the other end.
+        # All writers have ended, so this reads to the end.
         while session.answers is not None:
             self._answered(session, session.answers)
         died = session.died or _died(os.waitstatus_to_exitcode(status))
@@ -194,7 +199,7 @@ class RayForkServer:
         session.close()
 
     def _kill_leftovers(self) -> None:
-        """Kill processes that ended sessions left to this one."""
+        """Kill processes that ended sessions left to this process."""
         kill_children(self._initial_children | {session.pid for session in self._sessions.values()})
 
     def _watch(self, most_mb: int) -> None:
@@ -216,7 +221,7 @@ class RayForkServer:
 
 
 def _run_session(runner: Runner, order: StartSession, answer: int, log_fd: int, parent: int) -> NoReturn:
-    """Whole life of a session's process; never returns."""
+    """Run a session in its forked process; never returns."""
     code = 1
     try:
         with boundary(FailureKind.INFRASTRUCTURE, Reason.LAUNCH, _print):
@@ -238,7 +243,7 @@ def _run_session(runner: Runner, order: StartSession, answer: int, log_fd: int, 
 
 
 def _run_rollout(runner: Runner, order: StartSession, answer: int) -> None:
-    """Answers and closes the pipe before the agent's code runs, which could otherwise write to it."""
+    """Run the rollout. Answers and closes the pipe before the agent's code runs, which could write to it."""
     refused, busy = "", False
     begin = threading.Event()
     try:
@@ -262,7 +267,7 @@ def _write(fd: int, data: bytes) -> None:
 
 
 def _reseed() -> None:
-    """Forks share random state; `random` reseeds itself, numpy and torch do not."""
+    """Reseed numpy and torch, whose random state all forks share; `random` reseeds itself."""
     for name, reseed in (("numpy", lambda m: m.random.seed()), ("torch", lambda m: m.seed())):
         if module := sys.modules.get(name):
             reseed(module)
@@ -301,17 +306,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _guarded() -> int:
-    """Fork; the guard gets the child's id, the child gets 0.
+    """Fork the fork server; returns the child's process id in the guard and 0 in the child.
 
-    A Ray worker that ends kills its children first, before they could end theirs. So its child is only a
-    guard, which kills what is left if the fork server is killed; the fork server sees its socket close.
+    A Ray worker that ends kills its children first, before they could end theirs. Its child is therefore only
+    a guard, which kills the remaining processes after the fork server has ended; the fork server ends when
+    its socket closes.
     """
     adopt_orphans()
     return os.fork()
 
 
 def _guard(parent: int) -> int:
-    """Wait for the fork server; the exit code is the fork server's, or 128 plus its signal, as in a shell."""
+    """Wait for the fork server; returns its exit code, or 128 plus its signal number."""
     _, status = os.waitpid(parent, 0)
     kill_children()
     code = os.waitstatus_to_exitcode(status)

@@ -13,37 +13,54 @@ LOG_BYTES = 256_000
 
 
 class StartSession(Struct, frozen=True, tag=True):
+    """Actor to fork server: start a session."""
+
     session_id: str
+    """Id of the attempt's session."""
     payload: Raw
+    """Payload of the invocation, as JSON."""
 
 
 class StopSession(Struct, frozen=True, tag=True):
+    """Actor to fork server: kill a session."""
+
     session_id: str
+    """Id of the attempt's session."""
 
 
 class AgentLoaded(Struct, frozen=True, tag=True):
-    """The agent is loaded, or `problem` says why not."""
+    """Fork server to actor: the agent is loaded, or failed to load."""
 
     problem: str = ""
+    """Why the agent failed to load; empty on success."""
     threads: tuple[str, ...] = ()
+    """Names of threads that the agent's module starts at import."""
 
 
 class SessionAccepted(Struct, frozen=True, tag=True):
-    """The session has its payload, or `refused` says why not; `busy` if another one may accept it later."""
+    """Fork server to actor: the session accepted or refused its payload."""
 
     session_id: str
+    """Id of the attempt's session."""
     pid: int
+    """Process id of the session."""
     log: str
+    """Path of the session's log on the node."""
     refused: str = ""
+    """Why the session refused the payload; empty if it accepted."""
     busy: bool = False
+    """Whether a later launch may be accepted."""
 
 
 class SessionExited(Struct, frozen=True, tag=True):
-    """The session and all its processes have ended. `died` is empty if the agent returned."""
+    """Fork server to actor: the session and all its processes have ended."""
 
     session_id: str
+    """Id of the attempt's session."""
     died: str = ""
+    """Why the session died; empty if the agent returned."""
     log: str = ""
+    """Tail of the session's log."""
 
 
 Order = StartSession | StopSession

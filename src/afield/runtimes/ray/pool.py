@@ -1,8 +1,8 @@
 """Pool of Ray actors: created as sessions need slots, removed when idle.
 
-Each actor has a task for its lifetime; if it dies, its sessions fail with the reason. An actor starts when a
-node has room. Sessions wait for a slot for a bounded time; a full cluster raises RateLimited, which is no
-failure.
+1. Each actor has a task for its lifetime. If it dies, its sessions fail with the reason.
+2. An actor starts when a node has room. Sessions wait for a slot for a bounded time; a full cluster raises
+RateLimited, which is no failure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from afield.settings.runtimes import RayOptions
 from afield.types import Reason
 
 CLOSE_S = 10.0
-UNAVAILABLE_TIMEOUT_S = 30.0  # how long a nest may be out of reach before it is given up
+UNAVAILABLE_TIMEOUT_S = 30.0  # time for which an actor may be unavailable before it counts as lost
 RETRY_S = 0.5
 MESSAGE_CHARS = 800
 
@@ -32,7 +32,7 @@ class ActorLost(Exception):
 
 
 class ActorHandle:
-    """One actor. `from_other_driver`: another driver created it."""
+    """Client of one actor. `from_other_driver` is True if another driver created it."""
 
     def __init__(
         self, cluster: RayCluster, name: str, actor: Any, *, from_other_driver: bool = False
@@ -78,8 +78,9 @@ async def create_actor(
     settings: ForkServerSettings,
     runtime_env: Mapping[str, Any],
 ) -> ActorHandle:
-    """Request an actor, which starts when a node has room. Actors are spread, so that a lost node costs
-    few sessions.
+    """Request an actor, which starts when a node has room.
+
+    Actors are spread over nodes, so that a lost node costs few sessions.
     """
 
     def make() -> Any:
@@ -103,7 +104,7 @@ async def create_actor(
 
 
 async def find_actors(cluster: RayCluster, prefix: str, known: set[str]) -> list[ActorHandle]:
-    """Actors of a run that other drivers created."""
+    """Find actors of a run that other drivers created."""
 
     def find() -> list[ActorHandle]:
         ray = ray_module()
@@ -111,7 +112,7 @@ async def find_actors(cluster: RayCluster, prefix: str, known: set[str]) -> list
         for entry in ray.util.list_named_actors(all_namespaces=True):
             name = entry["name"]
             if entry["namespace"] == NAMESPACE and name.startswith(prefix) and name not in known:
-                # It may have ended since it was listed.
+                # The actor may have ended since it was listed.
                 with contextlib.suppress(ValueError):
                     actor = ray.get_actor(name, namespace=NAMESPACE)
                     handles.append(ActorHandle(cluster, name, actor, from_other_driver=True))
@@ -121,7 +122,7 @@ async def find_actors(cluster: RayCluster, prefix: str, known: set[str]) -> list
 
 
 async def _await_ref(ref: Any) -> Any:
-    """Value of an object reference; cancelling it affects no other waiter."""
+    """Await an object reference; cancelling it does not affect other waiters."""
     loop = asyncio.get_running_loop()
     arrived: asyncio.Future[Any] = loop.create_future()
 
@@ -134,7 +135,7 @@ async def _await_ref(ref: Any) -> Any:
             arrived.set_result(told.result())
 
     def tell(told: Any) -> None:
-        # The loop is closed when the program ends before the answer comes.
+        # The loop may be closed if the program ends before the answer arrives.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(put, told)
 
@@ -143,7 +144,7 @@ async def _await_ref(ref: Any) -> Any:
 
 
 def _describe(error: BaseException) -> str:
-    """Ray's message in one line, with its meaning in front if that is hard to see."""
+    """Ray's message in one line, prefixed with the cause if it is lack of memory or a dead node."""
     text = " ".join(str(error).split())
     short = text if len(text) <= MESSAGE_CHARS else f"{text[:MESSAGE_CHARS]} ..."
     if "memory pressure" in text or "OOM" in text or "out of memory" in text.lower():
@@ -157,14 +158,14 @@ log = logging.getLogger("afield.runtimes")
 
 CHECK_S = 60.0
 SLOT_TIMEOUT_S = 60.0
-MAX_PENDING_ACTORS = 8  # nests that are waited for at one time
+MAX_PENDING_ACTORS = 8  # maximum number of actors that are requested but not ready
 BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
 T = TypeVar("T")
 
 
 class PooledActor:
-    """An actor, from its request until it is gone."""
+    """Actor of the pool, from its request until it is gone."""
 
     def __init__(self, name: str, slots: int) -> None:
         self.name = name
@@ -182,8 +183,11 @@ class PooledActor:
 
 
 class ActorPool:
-    """Actors of one runtime. `wanted` tells whether a waiting session is still wanted; `lost` is called
-    for each session that dies with its actor, with the reason.
+    """Actors of one runtime.
+
+    `wanted` tells whether a waiting session is still to be launched. `lost` is called for each session that
+    dies with its actor, with the reason. `idle_s` is the idle time in seconds after which an actor is
+    removed.
     """
 
     def __init__(
@@ -221,7 +225,9 @@ class ActorPool:
         return {place.name for place in self._actors}
 
     async def check(self) -> None:
-        """Wait until an actor has loaded the agent; a full cluster only causes a warning."""
+        """Wait until an actor has loaded the agent; raises UsageError if it fails. A full cluster only causes
+        a warning.
+        """
         self._need = resource_request(self._options, await self._cluster.run(self._cluster.nodes))
         places = list(self._actors) or [self._spawn()]
         with suppress(TimeoutError):
@@ -281,7 +287,7 @@ class ActorPool:
         return place
 
     async def _change(self) -> None:
-        """Wait for a change; after a failed start, also until the next try may be due."""
+        """Wait for a change; after a failed start, at most BACKOFF_S seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(BACKOFF_S if self._failed_starts else None):
                 await self._news.wait()
@@ -300,7 +306,7 @@ class ActorPool:
         return place
 
     async def _run_actor(self, place: PooledActor) -> None:
-        """Lifetime of one actor, from its request to its end."""
+        """Run one actor from its request to its end."""
         try:
             place.handle = await self._made(place)
             await self._serve(place, place.handle)
@@ -319,7 +325,7 @@ class ActorPool:
                 await place.handle.end()
 
     def _record_failed_start(self, problem: str) -> None:
-        """Remember why an actor failed to start; consecutive failures back off exponentially."""
+        """Store why an actor failed to start; consecutive failures back off exponentially."""
         wait_s = min(BACKOFF_S * 2**self._failed_starts, MAX_BACKOFF_S)
         self._retry_at = asyncio.get_running_loop().time() + wait_s
         self._failed_starts += 1
@@ -329,7 +335,7 @@ class ActorPool:
         try:
             self._need = resource_request(self._options, await self._cluster.run(self._cluster.nodes))
         except UsageError:
-            # A node that is gone may come back; one that never was there will not.
+            # A lost node may come back; a node that never existed does not.
             if self._need is None:
                 raise
         place.slots = self._need.slots
@@ -338,7 +344,9 @@ class ActorPool:
         )
 
     async def _serve(self, place: PooledActor, handle: ActorHandle) -> None:
-        """Wait until the actor has been idle for long; raises ActorLost if it dies or cannot serve."""
+        """Wait until the actor has been idle for `idle_s` seconds; raises ActorLost if it dies or cannot
+        serve.
+        """
         standing: ActorStatus | None = await self._unless_idle(place, handle.ask("ready"))
         if standing is None:
             return
@@ -354,7 +362,7 @@ class ActorPool:
             raise ActorLost(over)
 
     async def _unless_idle(self, place: PooledActor, asking: Coroutine[Any, Any, T]) -> T | None:
-        """The answer, or None once the actor has been idle for long."""
+        """Await a call; None once the actor has been idle for `idle_s` seconds."""
         task = asyncio.create_task(asking)
         try:
             while True:

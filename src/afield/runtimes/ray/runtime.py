@@ -1,9 +1,10 @@
-"""Ray runtime: each attempt in a process of its own, in actors that Ray schedules.
+"""Ray runtime: one process per attempt, in actors that Ray schedules.
 
-An actor that dies, with its worker or node, fails its attempts with the reason; nothing is retried here.
-Actors are created as attempts need them and removed when idle. Nothing outlives the runtime: Ray ends the
-actors of a driver that is gone, even after SIGKILL. On a cluster that others can join, any process finds the
-sessions of a run by the names of its actors.
+1. An actor that dies, with its worker or node, fails its attempts with the reason. This runtime retries
+nothing.
+2. Actors are created as attempts need them and removed when idle.
+3. No session outlives the runtime: Ray ends the actors of a driver that is gone, even after SIGKILL.
+4. On a cluster that other processes can join, they find the sessions of a run by the names of its actors.
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ T = TypeVar("T")
 
 
 class RayRuntime:
-    """Runs agents on a Ray cluster. `target` is `path/to/file.py:name` or `package.module:name`; `name` is
-    the run and the prefix of its actors' names.
+    """Runs agents on a Ray cluster.
+
+    `target` is `path/to/file.py:name` or `package.module:name`. `name` is the run and the prefix of its
+    actors' names. `idle_s` is the idle time in seconds after which an actor is removed.
     """
 
     def __init__(
@@ -120,7 +123,7 @@ class RayRuntime:
         )
 
     async def adopt(self, attempt: Attempt) -> bool | None:
-        """Also adopts attempts of another driver, while that driver lives: Ray ends them with it."""
+        """Also adopts attempts of another driver while that driver lives; Ray ends them with it."""
         session_id = attempt.session_id
         if self._attempts.is_running(session_id):
             return True
@@ -158,7 +161,7 @@ class RayRuntime:
         return [*ours, *others]
 
     async def logs(self, attempt: Attempt) -> str:
-        """From the actor while the session runs, then the copy that came with its end."""
+        """Log from the actor while the session runs, then the copy that came with its end."""
         session_id = attempt.session_id
         at = self._sessions.get(session_id)
         if at is None:
