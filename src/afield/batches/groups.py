@@ -1,10 +1,10 @@
-"""Groups to a batch of rows, and back to groups.
+"""Conversion between groups and batches of rows.
 
-1. `from_groups` takes trajectories as they were assembled, or splits them to one row per turn. Each sampled
-   token of a rollout that trains is owned by exactly one row. Rows are compared with recorded turns.
-2. `to_groups` restores groups to train on: the same rollouts, outcomes, rewards and linear rows. Messages,
-   digests, tags, links, times, seeds and token limits of turns are not kept, nor are excluded turns and the
-   rows of baselines and of rollouts without a reward.
+1. `from_groups` makes one row per trajectory, or one per turn. Each sampled token of a rollout that trains is
+   owned by exactly one row. Rows are checked against recorded turns.
+2. `to_groups` restores rollouts, outcomes, rewards and linear rows. Messages, digests, tags, links, times,
+   seeds and token limits of turns are lost, and so are excluded turns and the rows of baselines and of
+   rollouts without a reward.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from afield.types import Group, RolloutResult, Trajectory, Turn, TurnRange, Vers
 def from_groups(
     groups: Iterable[Group], form: Form = "linear", *, floor: float = 0.0, images: bool = False
 ) -> Batch:
-    """Records of all rollouts of these groups, and rows of those that have a reward.
+    """Build a batch: records of all rollouts, and rows of those with a reward.
 
-    `floor` is the score of a policy failure without a reward. Baselines are recorded and have no rows. Rows
-    with images are refused, since no file format has pixels, unless `images` keeps them in the rows.
+    `floor` is the score of a policy failure without a reward. Baselines have a record and no rows. Rollouts
+    with images raise UsageError, because file formats do not store pixels, unless `images` is set.
     """
     rows: list[Row] = []
     records: list[RolloutRecord] = []
@@ -56,7 +56,7 @@ def from_groups(
 
 
 def _refuse_images(finished: RolloutResult) -> None:
-    """Refuse a rollout with images: without its pixels the row is not what was sampled."""
+    """Raise UsageError for a rollout with images, whose pixels files do not store."""
     for turn in finished.turns:
         if turn.images or any(message.images for message in turn.messages):
             where = f"rollout {finished.rollout.id}, turn {turn.id}"
@@ -101,7 +101,7 @@ def rows_in_form(record: RolloutRecord, finished: RolloutResult, form: Form) -> 
 
 
 def split(rows: Sequence[Trajectory]) -> list[Trajectory]:
-    """A row for each owned turn, with its whole prompt as context."""
+    """Split trajectories into one per owned turn, with the whole prompt as context."""
     total = sum(row.owned for row in rows)
     return [_only(row, turn, total) for row in rows for turn in row.turns]
 
@@ -123,7 +123,7 @@ def _only(row: Trajectory, turn: TurnRange, total: int) -> Trajectory:
 
 
 def owned_turns(finished: RolloutResult) -> dict[str, OwnedTurn]:
-    """Owned turns with their place in the turn tree, from recorded turns or, without those, from the rows."""
+    """Owned turns with parent and order, from recorded turns or, without those, from the rows."""
     owned: dict[str, tuple[Trajectory, TurnRange]] = {}
     for row in finished.trajectories:
         for turn in row.turns:
@@ -165,10 +165,9 @@ def _from_turns(finished: RolloutResult, owned: Owned, turns: Mapping[str, Turn]
 
 
 def _from_rows(rows: Sequence[Trajectory]) -> dict[str, OwnedTurn]:
-    """Derives parents from common prefixes. A row ends with a leaf turn and owns what follows its branch
-    point."""
+    """Derive parents from common prefixes: a row ends with a leaf and owns the turns after its branch."""
     result: dict[str, OwnedTurn] = {}
-    inner: list[tuple[TurnRange, Trajectory]] = []  # of the rows before
+    inner: list[tuple[TurnRange, Trajectory]] = []  # non-leaf turns of earlier rows
     for row in rows:
         above = _deepest(row, inner)
         for turn in row.turns:
@@ -201,11 +200,11 @@ def _owned(turn: TurnRange, *, order: int, parent: str) -> OwnedTurn:
     )
 
 
-# --- and back ------------------------------------------------------------------------------------
+# --- batch to groups -----------------------------------------------------------------------------
 
 
 def to_groups(batch: Batch) -> list[Group]:
-    """The groups of a batch, in its order."""
+    """Restore the groups of a batch, in its order."""
     rows: dict[str, list[Row]] = {}
     for row in batch.rows:
         rows.setdefault(row.rollout_id, []).append(row)

@@ -1,7 +1,7 @@
 """JSONL form of batches and trees: a header, a line per rollout, a line per row or node.
 
-Numbers are written so that they are read back bit for bit. The header counts the lines that follow, so a
-truncated file is refused. Errors name line, rollout and turn.
+Numbers are restored bit for bit. The header counts the lines that follow, so truncated files are detected.
+Errors name line, rollout and turn.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ T = TypeVar("T")
 
 
 class FileHeader(Struct, frozen=True, kw_only=True):
-    """The first line of a JSONL file, and the schema metadata of a Parquet file."""
+    """First line of a JSONL file, and schema metadata of a Parquet file."""
 
     format: Literal["afield-batch"] = FORMAT
+    """Name of the format."""
     v: int = wire.VERSION
     """Format version."""
     form: Literal["linear", "per_turn", "tree"]
+    """Kind of the lines: rows per path, rows per turn, or tree nodes."""
     rollouts: int
     """Number of rollout records."""
     rows: int

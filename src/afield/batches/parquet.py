@@ -1,9 +1,11 @@
 """Parquet form of batches and trees: one table, a line per row or node.
 
-Token ids, masks, log-probabilities (doubles), versions and turns have their own columns. The rollout's record
-is repeated on each of its lines, whole as JSON in `record` and in part as columns to filter by; a rollout
-without rows has one line. Reading trusts the JSON and refuses lines whose columns differ from it. Needs
-pyarrow (extra `batches`).
+1. Token ids, masks, log-probabilities (doubles), versions and turns have their own columns.
+2. The rollout's record is repeated on each of its lines: as JSON in `record`, and in part as columns for
+   filters. A rollout without rows has one line.
+3. Reading uses the JSON and raises UsageError for lines whose columns differ from it.
+
+Needs pyarrow (extra `batches`).
 """
 
 from __future__ import annotations
@@ -202,7 +204,7 @@ def _spans(row: RowColumns | Node) -> list[dict[str, int]]:
 
 
 def _read_spans(spans: list[dict[str, Any] | None] | None) -> list[list[Any] | None] | None:
-    """Spans as lists; nulls stay, and are refused by the conversion."""
+    """Convert spans to lists. Nulls stay, so that the conversion to a struct reports them."""
     if spans is None:
         return None
     return [None if span is None else [span[name] for name in SPAN] for span in spans]

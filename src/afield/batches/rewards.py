@@ -2,7 +2,7 @@
 
 1. `weigh_rewards` replaces each reward by the weighted sum of the outcome's named rewards.
 2. `turn_returns` computes the discounted return of every trained turn.
-3. `validated_outcome` turns a reward for an unknown name or turn into the rollout's verifier failure.
+3. `validated_outcome` turns an outcome with invalid rewards into a verifier failure.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from afield.types import Failure, FailureKind, Group, Outcome, Reason, RolloutRe
 
 
 def weigh_rewards(groups: Iterable[Group], weights: Mapping[str, float]) -> list[Group]:
-    """The groups with each reward replaced by the weighted sum of the outcome's named rewards.
+    """Replace each reward by the weighted sum of the outcome's named rewards.
 
     A turn's reward becomes its unnamed reward plus the weighted sum of its named ones. Failures without a
-    reward stay as they are.
+    reward are unchanged.
     """
     if not weights:
         raise UsageError("no weights: name each reward, such as {'format': 0.2, 'answer': 0.8}")
@@ -72,9 +72,9 @@ def turn_returns(
 ) -> dict[str, dict[str, float]]:
     """Discounted return of each trained turn, by rollout id and turn id.
 
-    Turns follow each other in commit order, whatever their branch. `outcome` "last" adds the rollout's own
-    reward (or the floor) to its last trained turn, "leave" leaves it out. Rollouts without a reward have no
-    returns; baselines have.
+    Turns are ordered by commit, across branches. `outcome` "last" adds the rollout's own reward (or the
+    floor) to its last trained turn; "leave" ignores it. Rollouts without a reward have no returns; baselines
+    have returns.
     """
     if not 0 <= discount <= 1:
         raise UsageError(f"discount {discount} must be from 0 to 1")
@@ -101,7 +101,7 @@ def _returns(finished: RolloutResult, final: float, discount: float) -> dict[str
 
 
 def trained_turns(finished: RolloutResult) -> list[str]:
-    """Ids of trained turns in commit order, or in row order where turns were not kept."""
+    """Ids of trained turns in commit order, or in row order if turns were not recorded."""
     owned = [turn.id for row in finished.trajectories for turn in row.turns]
     if not finished.turns:
         return owned
@@ -151,8 +151,10 @@ def by_trained_turn(finished: RolloutResult, by_name: Mapping[str, float]) -> di
 def unused_turn_rewards(
     groups: Iterable[Group], *, credit: Literal["outcome", "turns"], weights: Mapping[str, float]
 ) -> int:
-    """Number of per-turn rewards that training ignores: all with credit "outcome", the named ones without
-    weights."""
+    """Number of per-turn rewards that training ignores.
+
+    Credit "outcome" ignores all of them; credit "turns" ignores named ones without weights.
+    """
     outcomes = [finished.outcome for group in groups for finished in group.finished]
     named = sum(len(turns) for one in outcomes for turns in one.named_turn_rewards.values())
     if credit == "outcome":
@@ -166,9 +168,9 @@ def unused_turn_rewards(
 def validated_outcome(
     finished: RolloutResult, names: Iterable[str] = (), max_reward: float = math.inf
 ) -> Outcome:
-    """The outcome, or a verifier failure if a reward names an unknown turn or name, or is out of bounds.
+    """Return the outcome, or a verifier failure if a reward has an unknown turn or name or is out of bounds.
 
-    `names` are the rewards that training weighs. A failed outcome keeps its failure and loses its rewards.
+    `names` are the rewards with a weight. An outcome that has a failure keeps it and loses its rewards.
     """
     outcome = finished.outcome
     if outcome.reward_or_floor(0.0) is None:

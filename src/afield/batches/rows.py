@@ -1,4 +1,4 @@
-"""The training row: one trajectory with its rollout, advantages, rewards and images.
+"""Training rows: one trajectory with its rollout, advantages, rewards and images.
 
 1. `Row` is what every trainer and export builds on: GRPO, the tinker-style loop, FSDP, veRL and TRL.
 2. `RowColumns` is its file form, the columns of JSONL, Parquet and TensorDict.
@@ -48,9 +48,11 @@ class OwnedTurn(TurnRange, frozen=True, kw_only=True):
     parent: str = ""
     """Id of the nearest trained turn above it; empty for a root."""
     top_p: float = 1.0
+    """Nucleus sampling parameter; 1 is off."""
     top_k: int = 0
+    """Number of likeliest tokens to draw from; 0 is off."""
     finish_reason: str = ""
-    """Why sampling stopped; empty where the turn itself was not recorded."""
+    """Why sampling stopped; empty if the turn itself was not recorded."""
 
     @property
     def sampling(self) -> Sampling:
@@ -61,9 +63,11 @@ class Row(Struct, frozen=True, kw_only=True):
     """One training sequence: token ids, owned mask, log-probabilities and versions, and its advantages."""
 
     rollout_id: str
+    """Rollout id."""
     trajectory: Trajectory
     """Token ids, loss mask, log-probabilities, version spans, owned turns (with constraints) and weight."""
     group_id: str = ""
+    """Group id; empty if unknown."""
     index: int = 0
     """Position among the rows of its rollout."""
     advantages: tuple[float, ...] = ()
@@ -97,7 +101,7 @@ class Row(Struct, frozen=True, kw_only=True):
 
     @property
     def assembled(self) -> Trajectory:
-        """The trajectory as it was assembled, whose turns have no place in the turn tree."""
+        """Trajectory with plain turn ranges, as it was assembled."""
         fields = TurnRange.__struct_fields__
         turns = (TurnRange(**{name: getattr(turn, name) for name in fields}) for turn in self.turns)
         return structs.replace(self.trajectory, turns=tuple(turns))
@@ -136,7 +140,7 @@ class Row(Struct, frozen=True, kw_only=True):
         return min(span.low for span in spans), max(span.high for span in spans)
 
     def columns(self, record: RolloutRecord) -> RowColumns:
-        """The file form. Raises ValueError for a row that has none."""
+        """Convert to columns. Raises ValueError if the rollout does not train."""
         row, start = self.trajectory, self.prompt_length
         if record.score is None:
             raise ValueError(f"{self.where}: a rollout that does not train has rows")
@@ -165,19 +169,33 @@ class RowColumns(Struct, frozen=True, kw_only=True):
     """
 
     rollout_id: str
+    """Rollout id."""
     group_id: str
+    """Group id."""
     row: int
+    """Position among the rows of its rollout, from 0."""
     prompt_ids: tuple[int, ...]
+    """Token ids before the first owned token."""
     response_ids: tuple[int, ...]
+    """Token ids from the first owned token on."""
     response_mask: tuple[int, ...]
+    """1 for owned response tokens, else 0."""
     logprobs: tuple[float, ...]
+    """Log-probability of each response token when sampled; 0.0 where the mask is 0."""
     versions: tuple[VersionSpan, ...]
+    """Policy versions of the owned tokens."""
     turns: tuple[OwnedTurn, ...]
+    """Turns that the row owns."""
     weight: float
+    """Share of the rollout's trained tokens, above 0 and at most 1."""
     score: float
+    """Reward of the rollout that trains."""
     rewards: dict[str, float] = {}
+    """Named rewards of the rollout."""
     failure: str = ""
+    """Failure kind of the rollout; empty without a failure."""
     attempts: int = 1
+    """Number of attempts of the rollout."""
 
     def __post_init__(self) -> None:
         where = self.where
@@ -202,7 +220,7 @@ class RowColumns(Struct, frozen=True, kw_only=True):
         return f"rollout {self.rollout_id}, turn {self.turns[0].id if self.turns else '(none)'}"
 
     def _check_mask(self) -> None:
-        """The mask is 1 on the tokens of its turns and nowhere else."""
+        """Check that the mask is 1 exactly on the tokens of the turns."""
         if not self.turns or self.turns[0].start != 0:
             raise ValueError(f"{self.where}: the response does not begin with a sampled token")
         end = 0
@@ -222,7 +240,7 @@ class RowColumns(Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{self.where}: a log-probability where the mask is 0")
 
     def to_row(self, record: RolloutRecord | None) -> Row:
-        """The row. Raises ValueError if the columns differ from its rollout's record."""
+        """Convert to a row. Raises ValueError if the columns differ from the rollout's record."""
         if record is None:
             raise ValueError(f"{self.where}: the batch has no record of this rollout")
         if not record.trains:
@@ -257,13 +275,17 @@ class RolloutRecord(Struct, frozen=True, kw_only=True):
     """A rollout and its outcome, trained or not."""
 
     rollout: Rollout
+    """Rollout with its task."""
     outcome: Outcome
-    """For a rollout that trains, per-turn rewards are keyed by the ids of trained turns."""
+    """Reward or failure; for a rollout that trains, per-turn rewards are keyed by ids of trained turns."""
     epoch: int
+    """Epoch of the data set, from 0."""
     score: float | None = None
-    """Reward that trains; None leaves the rollout out."""
+    """Reward to train with; None if the rollout is not trained."""
     attempts: int = 1
+    """Number of attempts."""
     excluded: tuple[Exclusion, ...] = ()
+    """Sampled turns that are not trained, with reasons."""
     baseline: bool = False
     """Whether it is the greedy baseline of its group, which has no rows."""
 
@@ -276,8 +298,11 @@ class Batch(Struct, frozen=True, kw_only=True):
     """The rows of a set of groups, and a record of every rollout in them."""
 
     form: Form
+    """One row per path of the turn tree (`linear`) or per turn (`per_turn`)."""
     rows: tuple[Row, ...]
+    """Rows to train on."""
     rollouts: tuple[RolloutRecord, ...]
+    """Record of every rollout, including those without rows."""
 
     def __post_init__(self) -> None:
         if self.form not in get_args(Form):
@@ -339,13 +364,13 @@ def row_images(result: RolloutResult, trajectory: Trajectory) -> tuple[Image, ..
 
 
 def shift_spans(spans: Iterable[VersionSpan], start: int, end: int) -> tuple[VersionSpan, ...]:
-    """The spans of tokens [start, end), counted from `start`."""
+    """Cut spans to tokens [start, end) and count from `start`."""
     inside = ((max(s.start, start), min(s.end, end), s) for s in spans)
     return tuple(VersionSpan(a - start, b - start, s.low, s.high) for a, b, s in inside if a < b)
 
 
 def in_order(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """The rows with each rollout's sorted by index, in the positions that its rows had."""
+    """Sort the rows of each rollout by index, within the positions that its rows had."""
     rows = list(rows)
     by_rollout: dict[str, list[Row]] = {}
     for row in rows:
@@ -393,7 +418,7 @@ def record_of_row(row: Row, records: Mapping[str, RolloutRecord]) -> RolloutReco
 
 
 def check_rollout(rows: list[Row]) -> None:
-    """All rows of one rollout are there, and each owned turn is in one of them only."""
+    """Check that the rows of one rollout are complete and that no two own the same turn."""
     if [row.index for row in rows] != list(range(len(rows))):
         raise ValueError(f"{rows[0].where}: its rows are numbered {[row.index for row in rows]}")
     turns = [turn for row in rows for turn in row.turns]
@@ -418,7 +443,7 @@ def check_rollout(rows: list[Row]) -> None:
 
 
 def check_lineage(rows: list[Row]) -> None:
-    """Turns follow their parents, and a row begins with the ids of the turn that it branches from."""
+    """Check that turns follow their parents, and that a row begins with the ids of its branch point."""
     owners = {turn.id: (row, turn) for row in rows for turn in row.turns}
     for row in rows:
         previous = None

@@ -1,8 +1,10 @@
 """TensorDict form of a batch: prompts padded on the left, responses on the right.
 
-Real numbers become float32 unless `dtype` is float64, the only one that is read back bit for bit. Where a
-response token is not owned, its log-probability is 0 and its versions are -1. Ids, turns and records travel
-as non-tensor data, so that `from_tensordict` restores the batch, also from a slice that holds whole rollouts.
+1. Real numbers become float32 by default; only float64 restores them bit for bit.
+2. Response tokens that the row does not own have log-probability 0 and versions -1.
+3. Ids, turns and records are non-tensor data, so `from_tensordict` restores the batch, also from a slice of
+   whole rollouts.
+
 Needs torch and tensordict (extra `batches`).
 """
 
@@ -55,7 +57,9 @@ def to_tensordict(
     response_length: int | None = None,
     dtype: Any = None,
 ) -> Any:
-    """One line per row. Lengths are those of the longest row unless given.
+    """Convert a batch to a TensorDict with one entry per row.
+
+    Rows are padded to `prompt_length` and `response_length`, by default those of the longest row.
 
     Tensors: `prompts`, `responses`, `input_ids`, `attention_mask`, `position_ids`, `response_mask`,
     `rollout_log_probs`, `scores` (the rollout's, on the row's last owned token), `temperature`,
@@ -102,7 +106,7 @@ def _ids(rows: Sequence[RowColumns], prompt: int, response: int, pad: int) -> di
 
 
 def _per_token(rows: Sequence[RowColumns], response: int, dtype: Any) -> dict[str, Any]:
-    """Of the response tokens."""
+    """Tensors with one value per response token."""
     import torch
 
     whole: dict[str, list[list[int]]] = {
@@ -122,8 +126,7 @@ def _per_token(rows: Sequence[RowColumns], response: int, dtype: Any) -> dict[st
 
 
 def _add_text(result: Any, rows: Sequence[RowColumns], batch: Batch, tensordict: Any) -> Any:
-    """Add what is not a tensor as text, which survives slicing, stacking and pickling in every version of
-    tensordict."""
+    """Add non-tensor data as text, which survives slicing, stacking and pickling in all tensordict versions."""
     records = {record.rollout.id: msgspec.json.encode(record).decode() for record in batch.rollouts}
     columns = {
         "rollout_id": [row.rollout_id for row in rows],
@@ -143,7 +146,7 @@ def _add_text(result: Any, rows: Sequence[RowColumns], batch: Batch, tensordict:
 
 
 def from_tensordict(tensors: Any) -> Batch:
-    """The batch that `to_tensordict` made, as exact as its numbers are."""
+    """Restore the batch from a TensorDict of `to_tensordict`, in the precision of its tensors."""
     torch, _ = _libraries()
     there = set(tensors.keys())
     missing = [name for name in (*TENSORS, *OTHERS) if name not in there]
@@ -204,7 +207,7 @@ def _where(line: dict[str, Any]) -> str:
 
 
 def _check_columns(row: RowColumns, line: dict[str, Any], rounded: Callable[[float], float]) -> None:
-    """Columns that repeat others agree with them, up to the precision of the tensors."""
+    """Check that redundant columns agree, in the precision of the tensors."""
     width = len(line["responses"])
     columns = {
         "scores": _right([rounded(value) for value in _score(row)], width, 0.0),
@@ -246,7 +249,7 @@ def _right(values: Sequence[T], width: int, pad: T) -> list[T]:
 
 
 def _last(row: RowColumns) -> list[int]:
-    """1 at the last owned token."""
+    """Mask with 1 at the last owned token."""
     end = row.turns[-1].end
     return [0] * (end - 1) + [1] + [0] * (len(row.response_ids) - end)
 

@@ -1,8 +1,9 @@
-"""Tree form of a batch: each trained turn once, with the tokens it adds to its parent.
+"""Tree form of a batch: one node per trained turn, sharing prefixes.
 
-A node's sequence is that of its parent followed by its `context_ids` and `token_ids`. With `share`, prefixes
-that the prompts of a group's roots have in common become nodes of their own, which no rollout owns. Parents
-come before their children. `TreeBatch.to_rows` restores the linear batch exactly.
+1. The sequence of a node is its parent's sequence, its `context_ids` and its `token_ids`. Parents come before
+   their children.
+2. With `share`, common prefixes of a group's prompts become nodes that no rollout owns.
+3. `TreeBatch.to_rows` restores the linear batch exactly.
 """
 
 from __future__ import annotations
@@ -34,19 +35,21 @@ class Node(Struct, frozen=True, kw_only=True):
     """A trained turn, or a prompt prefix that rollouts of a group share."""
 
     group_id: str
+    """Group id."""
     rollout_id: str = ""
-    """Empty for a shared prompt, which has no turn and no sampled tokens."""
+    """Rollout id; empty for a shared prompt, which has no turn and no sampled tokens."""
     parent: int = ROOT
-    """Index of the parent in the table of nodes; -1 for none."""
+    """Index of the parent node; -1 for a root."""
     context_ids: tuple[int, ...] = ()
     """Ids between the parent's sequence and the sampled tokens."""
     token_ids: tuple[int, ...] = ()
     """Sampled ids."""
     logprobs: tuple[float, ...] = ()
+    """Log-probability of each sampled id when sampled."""
     versions: tuple[VersionSpan, ...] = ()
     """Version spans, counted from the first sampled token."""
     turn: OwnedTurn | None = None
-    """The turn, counted from the first sampled token."""
+    """Turn with offsets from the first sampled token; None for a shared prompt."""
 
     def __post_init__(self) -> None:
         where = self.where
@@ -73,7 +76,9 @@ class TreeBatch(Struct, frozen=True, kw_only=True):
     """A batch as a table of nodes, and a record of every rollout."""
 
     nodes: tuple[Node, ...]
+    """Nodes, parents first."""
     rollouts: tuple[RolloutRecord, ...]
+    """Record of every rollout, including those without nodes."""
 
     def __post_init__(self) -> None:
         records = records_by_id(self.rollouts)
@@ -108,7 +113,7 @@ class TreeBatch(Struct, frozen=True, kw_only=True):
         return sum(len(node.context_ids) + len(node.token_ids) for node in self.nodes)
 
     def to_rows(self) -> Batch:
-        """The linear batch of the same rollouts."""
+        """Convert to the linear batch of the same rollouts."""
         prompts: list[tuple[int, ...]] = []  # whole prompt of each node without a turn above it
         nodes: dict[str, list[Node]] = {}
         for node in self.nodes:
@@ -130,7 +135,7 @@ class TreeBatch(Struct, frozen=True, kw_only=True):
 
 
 def to_tree(batch: Batch, *, share: bool = True) -> TreeBatch:
-    """The tree form; with `share`, common prompt prefixes of a group are nodes of their own."""
+    """Convert a batch to a tree; with `share`, common prompt prefixes of a group become nodes."""
     groups: dict[str, list[list[Node]]] = {}
     rows: dict[str, list[Row]] = {}
     for row in batch.rows:
@@ -261,7 +266,7 @@ def row_of(
     turns: dict[str, OwnedTurn],
     images: tuple[Image, ...] = (),
 ) -> Row:
-    """A row whose turns have their place in the turn tree, from `turns`."""
+    """Build a row whose turns have parent and order, taken from `turns`."""
     where = f"rollout {record.rollout.id}"
     if not trajectory.turns:
         raise ValueError(f"{where}: a row of it owns no sampled token")

@@ -1,7 +1,7 @@
-"""Checks trajectories against the turns that they were assembled from.
+"""Verification of trajectories against recorded turns.
 
-Ids, masks, log-probabilities, versions, sampling parameters and context of a row must be those of the
-recorded turns, and every turn is trained once. Errors name rollout and turn.
+Ids, masks, log-probabilities, versions, sampling parameters and context of a row must equal those of the
+recorded turns, and no turn is trained twice. Errors name rollout and turn.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from afield.types import Group, RolloutResult, Trajectory, Turn, TurnRange
 
 
 def check_against_turns(groups: Iterable[Group]) -> None:
-    """Refuse rows that differ from the recorded turns. Rollouts without turns get the other checks only."""
+    """Raise UsageError for rows that differ from recorded turns, or that train a turn twice."""
     for group in groups:
         for finished in group.finished:
             _check_once(finished)
@@ -98,7 +98,7 @@ def _difference(row: Trajectory, part: TurnRange, turn: Turn) -> str | None:
 
 
 def _check_context(rollout_id: str, row: Trajectory, starts: dict[str, int], turns: dict[str, Turn]) -> None:
-    """Tokens between trained turns are the recorded context."""
+    """Check that all tokens of the row's path equal the recorded prompts and replies."""
     for name, start in starts.items():
         turn = turns[name]
         before, after = start - len(turn.delta_ids), start + len(turn.token_ids)
@@ -110,7 +110,7 @@ def _check_context(rollout_id: str, row: Trajectory, starts: dict[str, int], tur
 
 
 def _check_images(rollout_id: str, row: Trajectory, starts: dict[str, int], turns: dict[str, Turn]) -> None:
-    """The row has the images of its turns, at the same positions."""
+    """Check that the row has the images of its turns, at the same positions."""
     seen: list[tuple[str, int, int]] = []
     for name, start in starts.items():
         turn = turns[name]

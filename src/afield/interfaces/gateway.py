@@ -21,28 +21,35 @@ class SessionSpec(SessionPolicies, frozen=True, kw_only=True, forbid_unknown_fie
     id: str | None = None
     """Session id; None lets the gateway choose one."""
     rollout_id: str | None = None
+    """Rollout id; None outside a run."""
     attempt: int | None = None
-    """Number of the attempt, from 1."""
+    """Number of the attempt, from 1; None outside a run."""
     group_id: str | None = None
+    """Group id; None outside a run."""
     exp_id: str | None = None
-    """Experiment id."""
+    """Experiment id; None outside a run."""
     input_id: str | None = None
-    """Task id."""
+    """Task id; None outside a run."""
     draw: str | None = None
-    """Name of the random numbers: sessions with the same name sample the same tokens, engine permitting."""
+    """Key of the random numbers: sessions with the same key sample the same tokens, where the engine
+    supports it. None uses the session id.
+    """
     split: Split = Split.TRAIN
+    """Training or validation."""
     scope: tuple[Literal["infer", "reward", "read"], ...] = ("infer", "reward")
-    """What the agent's key may do."""
+    """Operations that the agent's key permits."""
     reward_from: Literal["agent", "verifier"] = "agent"
-    """Whose key may give the reward. With "verifier" the agent's key may only call the model and submit."""
+    """Key that may give the reward. With "verifier" the agent's key may only call the model and submit."""
     verdicts: int = 1
     """Number of verdicts that may fail before the failure stands."""
     sampling: Sampling = Sampling()
+    """Sampling parameters of every call."""
     budget: Budget = Budget()
+    """Limits of the session."""
     ttl_s: float | None = None
-    """Seconds until the gateway aborts the session; None never does."""
+    """Seconds after which the gateway aborts the session; None is no limit."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Free JSON, returned as it is."""
+    """JSON of the caller, stored and returned unchanged."""
 
     def __post_init__(self) -> None:
         if self.ttl_s is not None and not self.ttl_s > 0:
@@ -55,6 +62,7 @@ class SessionCredentials(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Address and keys of a session."""
 
     id: str
+    """Session id."""
     api_key: str
     """The agent's key."""
     base_url: str
@@ -62,24 +70,28 @@ class SessionCredentials(Struct, frozen=True, kw_only=True, omit_defaults=True):
     openai_base_url: str
     """Base URL for OpenAI clients."""
     verifier_key: str | None = None
-    """The verifier's key, with `reward_from` "verifier"."""
+    """The verifier's key; None unless `reward_from` is "verifier"."""
 
 
 class SessionState(Struct, frozen=True, kw_only=True):
-    """State of a session, as `GET /sessions/ID` returns it. Durations are by the gateway's clock."""
+    """State of a session; the response of `GET /sessions/ID`. Times are those of the gateway's clock."""
 
     id: str
+    """Session id."""
     phase: str
-    """open, completed, finalized or aborted."""
+    """One of open, completed, finalized and aborted."""
     rollout_id: str | None
+    """Rollout id; None outside a run."""
     attempt: int | None
+    """Number of the attempt, from 1; None outside a run."""
     group_id: str | None
+    """Group id; None outside a run."""
     calls: int
-    """Number of model calls, with those in flight."""
+    """Number of model calls, including those in flight."""
     turns: int
     """Number of recorded turns."""
     branches: int
-    """Number of turns that no other turn continues."""
+    """Number of turns without children."""
     tokens: dict[str, int]
     """Numbers of tokens: `sampled` and `prompt`."""
     excluded: dict[str, int] = {}
@@ -91,35 +103,41 @@ class SessionState(Struct, frozen=True, kw_only=True):
     rewards: list[dict[str, Any]]
     """Rewards received so far, in order."""
     graded: bool = False
-    """Whether the agent, or its verifier, gave the reward."""
+    """Whether the reward has been given."""
     failed_verdicts: tuple[Failure, ...] = ()
-    """Failures of verifiers before the verdict that counts."""
+    """Verifier failures before the verdict that counts."""
     created: float
     """Wall-clock time of creation, in seconds."""
     last_activity: float
     """Wall-clock time of the last request, in seconds."""
     in_flight: int = 0
-    """Number of calls that run now."""
+    """Number of calls in flight."""
     idle_s: float = 0.0
     """Seconds since the last model call ended; 0 while one runs."""
     unseen_s: float | None = None
     """Seconds since the last heartbeat of the agent's SDK; None before the first one."""
     waited_s: float = 0.0
-    """Seconds that calls waited for an engine, in sum."""
+    """Seconds that calls waited for an engine, summed over calls."""
     unsupported: str = ""
-    """Why the model cannot serve this agent's requests, whatever the task; empty if it can."""
+    """Why the model cannot serve this agent's requests, independent of the task; empty if it can."""
 
 
 class SessionRecord(Struct, frozen=True, kw_only=True):
-    """Everything that a session sampled: training sequences, exclusions, turns and images."""
+    """Record of a finalized session."""
 
     trajectories: tuple[Trajectory, ...]
+    """Training sequences."""
     excluded: tuple[Exclusion, ...]
+    """Sampled turns that are not trained, with reasons."""
     turns: tuple[Turn, ...] = ()
+    """All model calls, in order."""
     images: tuple[Image, ...] = ()
+    """Images of the trajectories, each once."""
 
 
 class Gateway(Protocol):
+    """Session management and weight publication."""
+
     async def open(self, spec: SessionSpec) -> SessionCredentials:
         """Open a session. Repeating returns the same credentials; another spec raises Conflict."""
         ...
@@ -127,11 +145,11 @@ class Gateway(Protocol):
     async def state(self, session_id: str) -> SessionState: ...
 
     async def states(self, session_ids: Sequence[str]) -> dict[str, SessionState]:
-        """States of many sessions; unknown ones are left out."""
+        """Return the states of many sessions by id, without unknown ones."""
         ...
 
     async def version(self) -> int:
-        """The policy version that engines sample with now."""
+        """Return the policy version of the loaded weights."""
         ...
 
     async def abort(self, session_id: str, reason: str) -> None:
@@ -143,7 +161,7 @@ class Gateway(Protocol):
         ...
 
     async def submission(self, session_id: str) -> Submission | None:
-        """The agent's submission for its verifier; None before it submits."""
+        """Return the agent's submission for its verifier; None before it submits."""
         ...
 
     async def publish(self, policy: Policy, path: str) -> None:

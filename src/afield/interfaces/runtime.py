@@ -1,4 +1,7 @@
-"""Runtime interface: launches attempts and reports their end; outcomes come by a transport."""
+"""Runtime interface: launch, watch and stop attempts.
+
+Runtimes report that a process, container or job ended; outcomes arrive through a transport.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class Capabilities(Struct, frozen=True, kw_only=True):
     """Features of a runtime."""
 
     isolation: Literal["none", "process", "sandbox", "container", "machine"]
-    """What separates two attempts."""
+    """Boundary between two attempts."""
     limits: frozenset[Limit] = frozenset()
     """Resource limits that are enforced on each attempt."""
     exec: bool = False
@@ -46,18 +49,22 @@ class Capabilities(Struct, frozen=True, kw_only=True):
 
 
 class Phase(StrEnum):
+    """Stage of a session's life in its runtime."""
+
     STARTING = "starting"
     RUNNING = "running"
     ENDED = "ended"
     UNKNOWN = "unknown"
-    """Not launched here, already forgotten, or the runtime cannot say."""
+    """The session was not launched here, or the runtime has no record of it."""
 
 
 class SessionStatus(Struct, frozen=True, kw_only=True):
     """State of a session in its runtime."""
 
     session_id: str
+    """Session id of the attempt."""
     phase: Phase
+    """Stage of the session's life."""
     where: str = ""
     """Process id, container, job or address, for an operator."""
     since: float | None = None
@@ -67,8 +74,8 @@ class SessionStatus(Struct, frozen=True, kw_only=True):
 class Runtime(Protocol):
     """Runs agents. Leaving `async with runtime:` ends every session that it started.
 
-    After SIGKILL no session survives either, unless `capabilities.outlives`; then the next process or
-    `afield cleanup` ends them. Agents that others serve are left running.
+    Sessions also end when this process is killed, unless `capabilities.outlives`: then the next process or
+    `afield cleanup` ends them. Agent servers that the runtime did not start keep running.
     """
 
     @property
@@ -83,7 +90,7 @@ class Runtime(Protocol):
         ...
 
     async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
-        """Start an attempt; returns once the agent has taken the payload.
+        """Start an attempt; returns once the agent has accepted the payload.
 
         Launching an attempt twice is one launch. Raises a RolloutFailure if the agent refuses the payload or
         cannot be started, and RateLimited while the runtime accepts no more sessions.
@@ -91,9 +98,9 @@ class Runtime(Protocol):
         ...
 
     async def adopt(self, attempt: Attempt) -> bool | None:
-        """Whether an attempt that an earlier process launched runs here; if so, `wait` returns its end.
+        """Take over an attempt that an earlier process launched; returns whether it still runs.
 
-        None where the runtime cannot know.
+        If it runs, `wait` returns its end. None if the runtime cannot tell.
         """
         ...
 

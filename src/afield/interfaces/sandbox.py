@@ -12,7 +12,7 @@ from afield.errors import InfrastructureFailure, UsageError
 from afield.types import Reason
 
 MAX_DOWNLOAD_BYTES = 512 * 2**20
-"""Largest file that `download` returns; a sparse file may claim any size."""
+"""Size limit of `download`, in bytes; a sparse file can have any size."""
 
 
 class ExecResult(Struct, frozen=True, kw_only=True):
@@ -21,10 +21,13 @@ class ExecResult(Struct, frozen=True, kw_only=True):
     exit_code: int | None
     """Exit code; None after a timeout."""
     stdout: str = ""
+    """Standard output."""
     stderr: str = ""
+    """Standard error."""
     timed_out: bool = False
+    """Whether the command was killed after its timeout."""
     truncated: bool = False
-    """Whether output was too long and is cut in the middle."""
+    """Whether output exceeded the limit and was cut in the middle."""
 
     @property
     def ok(self) -> bool:
@@ -32,10 +35,10 @@ class ExecResult(Struct, frozen=True, kw_only=True):
 
 
 class Sandbox(Protocol):
-    """An isolated environment that ends with its `async with`.
+    """Isolated environment that ends with its `async with`.
 
-    Raises InfrastructureFailure if the sandbox itself broke, never for what a command did, and UsageError for
-    arguments that no kernel accepts, such as a path with a NUL character.
+    Methods raise InfrastructureFailure if the sandbox fails, never because a command fails, and UsageError
+    for arguments that the kernel rejects, such as a path with a NUL character.
     """
 
     async def __aenter__(self) -> Self: ...
@@ -66,7 +69,7 @@ class Sandbox(Protocol):
 def build_argv(
     command: str | Sequence[str], timeout: float, cwd: str | None, env: Mapping[str, str] | None
 ) -> list[str]:
-    """The argument list of a command. Raises UsageError for arguments that no program accepts."""
+    """Build the argument list of a command. Raises UsageError for invalid arguments."""
     argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
     if not argv:
         raise UsageError("command: an empty list names no program; give a command line or its words")

@@ -1,4 +1,7 @@
-"""Trainer interface: groups in, new weights out. Calls block; the loop uses a thread."""
+"""Trainer interface: train on groups, export weights, save and restore checkpoints.
+
+Calls block; the training loop runs them in a thread.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,16 @@ class StepReport(Struct, frozen=True, kw_only=True):
     tokens: int
     """Number of tokens in the loss."""
     too_long: int = 0
-    """Number of sequences longer than the trainer's context, which were left out."""
+    """Number of sequences that exceed the trainer's context and were not trained."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Written to metrics.jsonl as they are."""
+    """Metrics of the trainer, written to metrics.jsonl unchanged."""
     account: TokenAccount | None = None
-    """Tokens of the groups by what became of them; None counts all with a reward as trained."""
+    """Token account of the groups; None counts all tokens with a reward as trained."""
 
 
 class Trainer(Protocol):
+    """Trains a policy on groups of rollouts."""
+
     @property
     def context(self) -> int | None:
         """Largest number of tokens in a sequence; None is no limit."""
@@ -36,7 +41,7 @@ class Trainer(Protocol):
     def step(self, groups: Sequence[Group]) -> StepReport:
         """Train one step on these groups. Raises before any weight changes if they are inconsistent.
 
-        Sequences that are too long are left out and logged; the rollout's reward still counts.
+        Sequences that exceed `context` are not trained and logged; the rollout's reward still counts.
         """
         ...
 
@@ -55,12 +60,13 @@ class Trainer(Protocol):
 
 @runtime_checkable
 class Publisher(Protocol):
-    """A trainer that publishes weights in the engines' dtype and measures the rounding."""
+    """Trainer that exports weights in the engines' dtype and measures the rounding."""
 
     def publish(self, directory: Path, *, version: int, dtype: str) -> dict[str, float]:
-        """Write the weights as `export` does, in `dtype`, as `version`; metrics of the publication.
+        """Write the weights as `export` does, in `dtype`, and return metrics of the rounding.
 
-        `update_kept` is the share of the update along its own direction that was published (1.0 is ideal),
-        `update_norm` and `rounding_noise_norm` are norms over all weights. Repeating gives the same bits.
+        `update_kept` is the part of the update, projected on its direction, that survives rounding (1.0 is
+        ideal); `update_norm` and `rounding_noise_norm` are norms over all weights. Repeating a version writes
+        the same bits.
         """
         ...

@@ -1,9 +1,8 @@
-"""Transport interface: brings outcomes back by an object store and a queue of hints.
+"""Transport interface: outcomes in an object store, hints in a queue.
 
-1. The store is the truth. An attempt is decided once, by the first commit: the agent's outcome or the
-   collector's fence.
-2. Hints only say where to look. They are leased and acknowledged after use; a hint that nobody acknowledges
-   is delivered again. If all hints are lost, sweeps of the store find every outcome.
+1. The store decides. The first commit of an attempt counts: the agent's outcome or the collector's fence.
+2. Hints say where to look. They are leased and acknowledged after use; a hint without acknowledgement is
+   delivered again. If hints are lost, sweeps of the store find every outcome.
 """
 
 from __future__ import annotations
@@ -18,21 +17,23 @@ from afield.wire import Invocation, OutcomeRecord
 
 
 class Fence(Struct, frozen=True):
-    """The attempt was abandoned; a later outcome is refused."""
+    """Decision that an attempt is abandoned; a later outcome is refused."""
 
     reason: str
-    """Why the collector abandoned it."""
+    """Why the collector abandoned the attempt."""
 
 
 class PendingAttempt(Struct, frozen=True):
-    """An attempt whose outcome is awaited."""
+    """Attempt without a decision."""
 
     rollout: Rollout
+    """Rollout that is tried."""
     attempt: Attempt
+    """Attempt to wait for."""
 
 
 class Transport(Protocol):
-    """Every method raises Unavailable while the store cannot be reached; nothing is lost."""
+    """Delivers outcomes. Methods raise Unavailable while the store cannot be reached; no outcome is lost."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -40,8 +41,8 @@ class Transport(Protocol):
 
     @property
     def held_s(self) -> float:
-        """Seconds for which hints that a dead collector leased may stay invisible; 0 if acknowledging removes
-        them all the same.
+        """Seconds for which hints leased by a dead collector may stay invisible; 0 if `acknowledge` removes
+        them regardless.
         """
         ...
 
@@ -57,9 +58,9 @@ class Transport(Protocol):
         ...
 
     async def decision(self, waiting: PendingAttempt) -> OutcomeRecord | Fence | None:
-        """The committed outcome or fence of an attempt; None while it is undecided.
+        """Return the committed outcome or fence of an attempt; None while it is undecided.
 
-        Commits a result that an agent left without a commit, because it can only put one object.
+        Commits a result of an agent that writes a single object and no commit.
         """
         ...
 
@@ -68,7 +69,10 @@ class Transport(Protocol):
         ...
 
     async def hints(self, exp_id: str, wait_s: float) -> list[Attempt]:
-        """Attempts that may have been decided; waits at most `wait_s`. May repeat, may miss some."""
+        """Return attempts that may have been decided, after at most `wait_s` seconds.
+
+        Attempts may be repeated or missing.
+        """
         ...
 
     async def acknowledge(self, exp_id: str, attempts: Sequence[Attempt]) -> None:
@@ -76,16 +80,16 @@ class Transport(Protocol):
         ...
 
     async def unacknowledged(self, exp_id: str) -> list[Attempt]:
-        """Attempts with unacknowledged hints, also those that a dead collector leased.
+        """Return attempts with unacknowledged hints, including those leased by a dead collector.
 
         Empty if the queue cannot list its messages.
         """
         ...
 
     async def sweep(self, waiting: Sequence[PendingAttempt]) -> list[Attempt]:
-        """Which of these attempts have a decision or a result in the store."""
+        """Return those attempts that have a decision or a result in the store."""
         ...
 
     async def late(self, exp_id: str) -> list[Attempt]:
-        """Attempts whose outcome arrived after another decision and was refused."""
+        """Return attempts whose outcome was refused because it arrived after another decision."""
         ...

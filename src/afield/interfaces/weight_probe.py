@@ -13,14 +13,16 @@ import msgspec
 from msgspec import Struct
 
 FILE = "witness.json"
-SESSION = "(witness)"  # of the questions a gateway asks for it; no session can have such an id
-LOOKS, LOOK = 16, 4096  # places in each file, and bytes at each
+SESSION = "(witness)"
+"""Session id of the gateway's probe calls; the parentheses keep it distinct from real session ids."""
+LOOKS, LOOK = 16, 4096  # number of samples per file, and bytes per sample
 
 
 class WeightProbe(Struct, frozen=True, kw_only=True):
     """Expected log-probabilities of one set of weights."""
 
     prompt_ids: tuple[int, ...]
+    """Token ids of the fixed prompt."""
     lengths: tuple[int, ...]
     """Lengths of the prefixes of `prompt_ids`."""
     logprobs: tuple[float, ...]
@@ -44,7 +46,7 @@ def write_weight_probe(directory: Path, witness: WeightProbe) -> None:
 
 
 def read_weight_probe(directory: Path) -> WeightProbe | None:
-    """Read the probe; None if there is none, or it belongs to other weights."""
+    """Read the probe; None if it is missing or belongs to other weights."""
     try:
         witness = msgspec.json.decode((directory / FILE).read_bytes(), type=WeightProbe)
         return witness if witness.files == _files(directory) else None
