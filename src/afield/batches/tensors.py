@@ -126,7 +126,7 @@ def _per_token(rows: Sequence[RowColumns], response: int, dtype: Any) -> dict[st
 
 
 def _add_text(result: Any, rows: Sequence[RowColumns], batch: Batch, tensordict: Any) -> Any:
-    """Add non-tensor data as text, which survives slicing, stacking and pickling in all tensordict versions."""
+    """Add non-tensor data as text, which every tensordict version slices, stacks and pickles."""
     records = {record.rollout.id: msgspec.json.encode(record).decode() for record in batch.rollouts}
     columns = {
         "rollout_id": [row.rollout_id for row in rows],

@@ -1,4 +1,4 @@
-"""One attempt of a rollout: launch, wait for the outcome, decide, tear down.
+"""Attempt runner: launch, wait for the outcome, decide, tear down.
 
 1. `run` launches an attempt and waits until the store has its outcome, its agent ends, or a deadline passes.
 2. Each attempt is decided exactly once: by the agent's commit or by the collector's fence.
@@ -6,7 +6,7 @@
 4. `resume` takes over an attempt of an earlier process: it uses a committed outcome, waits if the agent
    still runs, and abandons the attempt otherwise.
 
-An error about one attempt is that attempt's failure; only an Outage ends the run.
+An error in one attempt is that attempt's failure; only an Outage ends the run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from afield.wire import OutcomeRecord
 log = logging.getLogger("afield.orchestrator.groups")
 
 LINGER_S = 5.0
-"""Seconds for which an agent that has delivered may end by itself."""
+"""Seconds that an agent has to exit after it delivered, before it is stopped."""
 
 
 class AttemptRunner:
@@ -69,7 +69,7 @@ class AttemptRunner:
         self._launcher = Launcher(config, runtime=runtime, limiter=limiter or Unlimited(), **shared)
         self._verifier: VerifierRunner | None = None
         if verifiers:
-            # Verifiers have a runtime of their own: the launch rate limits agents alone.
+            # Verifiers have their own runtime and limiter: the launch rate is for agents only.
             own = LocalLimiter(RateLimits())
             self._verifier = VerifierRunner(
                 self._launcher, Launcher(config, runtime=verifiers, limiter=own, **shared)
@@ -90,7 +90,7 @@ class AttemptRunner:
     async def wait_for_teardown(self) -> None:
         """Wait until the agents of decided attempts have ended and their hints are acknowledged."""
         if self._endings:
-            await asyncio.wait(self._endings)  # each has a deadline of its own
+            await asyncio.wait(self._endings)  # each has its own deadline
         await self._watcher.flush()
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class AttemptRunner:
         running.draw = await asyncio.to_thread(self._draw, rollout.id)
         failure = self.cancelled.get(rollout.id)
         if failure is None:
-            self._watcher.running[attempt.session_id] = running  # a cancel reaches it from here on
+            self._watcher.running[attempt.session_id] = running  # `cancel` finds it here
             try:
                 failure = await self._attempt(running)
             finally:
@@ -118,7 +118,7 @@ class AttemptRunner:
         return await self._decide(running, failure)
 
     async def _attempt(self, running: RunningAttempt) -> Failure | None:
-        """None once the store has its outcome; else why it is abandoned."""
+        """Launch and wait; returns None once the store has the outcome, else the failure."""
         try:
             failure = await self._launcher.launch(running)
             if failure is None:
@@ -132,10 +132,10 @@ class AttemptRunner:
         return failure
 
     def _draw(self, rollout_id: str) -> str:
-        """Name of an attempt's random numbers.
+        """Key of an attempt's random numbers.
 
-        An infrastructure failure does not change it: long attempts break more often, and new random numbers
-        would replace them by shorter ones.
+        Infrastructure failures keep the key: they hit long attempts more often, and resampling would replace
+        those by shorter ones.
         """
         failures = [tried.failure for tried in self._run_state.attempts(rollout_id) if tried.failure]
         redrawn = sum(failure.kind is not FailureKind.INFRASTRUCTURE for failure in failures)
@@ -147,7 +147,7 @@ class AttemptRunner:
         """Take over an attempt of an earlier process; None if it was abandoned."""
         attempt = tried.attempt
         running = RunningAttempt(rollout, attempt, rollout_started_at)
-        running.draw = await asyncio.to_thread(self._draw, rollout.id)  # as its session was opened with
+        running.draw = await asyncio.to_thread(self._draw, rollout.id)  # the key that opened its session
         running.launch_requested = True
         failure = infrastructure_failure("the collector was restarted", Reason.DIED)
         try:
@@ -176,7 +176,7 @@ class AttemptRunner:
         return None
 
     async def sampled_tokens(self, attempt: Attempt) -> int:
-        """Tokens that a failed attempt sampled; 0 if the gateway does not say."""
+        """Number of tokens that an attempt sampled; 0 if the gateway does not answer."""
         session_id = attempt.session_id
         try:
             found = await self.gateway_calls.call("states", lambda: self._gateway.states([session_id]))
@@ -189,7 +189,7 @@ class AttemptRunner:
         return state.tokens.get("sampled", 0) if state else 0
 
     async def unsupported_reason(self, attempt: Attempt) -> str:
-        """Why the model cannot serve this agent at all, as the gateway says; else empty."""
+        """Return why the model cannot serve this agent at all, from the gateway; empty if it can."""
         session_id = attempt.session_id
         try:  # without retries: the failure itself is known already
             async with asyncio.timeout(LOOKS * self._config.watch_interval_s):
@@ -217,7 +217,7 @@ class AttemptRunner:
         return bool(state.in_flight) or seen <= self._config.deadlines.heartbeat_timeout_s
 
     async def _adopted(self, attempt: Attempt) -> bool | None:
-        """Whether the runtime knows the attempt; None if it cannot say, then heartbeats decide."""
+        """Whether the runtime still runs the attempt; None if it cannot tell, then heartbeats decide."""
         try:
             async with asyncio.timeout(self._config.deadlines.launch_timeout_s):
                 return await self._runtime.adopt(attempt)
@@ -230,7 +230,7 @@ class AttemptRunner:
     # --- outcome ---------------------------------------------------------------------------------
 
     async def _await_outcome(self, running: RunningAttempt) -> Failure | None:
-        """Wait for the outcome; None once the store has it, else why the attempt is abandoned."""
+        """Wait for the outcome; returns None once the store has it, else the failure."""
         self._watcher.running[running.session_id] = running
         if failure := self.cancelled.get(running.pending.rollout.id):
             running.abandon(failure)
@@ -243,7 +243,7 @@ class AttemptRunner:
                 running.changed.clear()
                 if running.exit is None and exiting.done():
                     running.exit = exiting.result()
-                    # While its verifier is at work, the end of the agent says nothing about the outcome.
+                    # While a verifier grades, the end of the agent does not start the upload deadline.
                     running.progress.ended_at = None if running.exit.failure or grading else loop_time()
                 if await self._read_decision(running) is not None:
                     return None
@@ -262,7 +262,7 @@ class AttemptRunner:
                 await asyncio.gather(exiting, return_exceptions=True)
 
     async def _exited(self, running: RunningAttempt) -> Exit:
-        """Wait for the end of the agent, and retry while the runtime cannot say."""
+        """Wait for the end of the agent; retries while the runtime raises other errors."""
         pause_s, longest_s = BACKOFF_S
         while True:
             try:
@@ -286,7 +286,7 @@ class AttemptRunner:
             return None
         ended, running.progress.ended_at, asked_at = running.progress.ended_at, None, loop_time()
         submission = await self._verifier.submission(running)
-        if submission is None:  # the time the gateway took to say so is not the agent's
+        if submission is None:  # the time of this request does not count against the agent
             running.progress.ended_at = None if ended is None else ended + loop_time() - asked_at
             return None
         running.progress.grading, running.progress.ended_at = True, None
@@ -307,7 +307,7 @@ class AttemptRunner:
         return decision
 
     async def _decide(self, running: RunningAttempt, failure: Failure | None) -> Outcome:
-        """The committed outcome, or a fence with this failure; then tears the attempt down."""
+        """Return the committed outcome, or fence the attempt with this failure; then tear it down."""
         if failure and running.wait_error:
             message = f"{failure.message}; its runtime cannot tell its end: {running.wait_error}"
             failure = structs.replace(failure, message=message)
@@ -373,7 +373,7 @@ class AttemptRunner:
             await self._verifier.stop(running.verifier_attempt)
         left = running.exit
         if left is None and linger_s and not self._runtime.capabilities.lingers:
-            with suppress(Exception):  # then it is stopped
+            with suppress(Exception):  # stopped below
                 left = await asyncio.wait_for(self._runtime.wait(attempt), linger_s)
         if left and not left.failure and not left.lingers:
             return
@@ -388,7 +388,7 @@ class AttemptRunner:
 
 
 def _abandon_reason(running: RunningAttempt, grading: asyncio.Task[Failure | None] | None) -> Failure | None:
-    """Why the attempt is abandoned now; once the agent has submitted, its own exit no longer counts."""
+    """Return why the attempt is abandoned now; an agent's exit after its submission is ignored."""
     failure = running.exit.failure if running.exit and not grading else None
     if grading and grading.done():
         failure = grading.result()

@@ -2,9 +2,9 @@
 
 1. Each try is limited to `call_timeout_s`. Unavailable, RateLimited, connection errors and timeouts are
    retried with exponential back-off until `unavailable_timeout_s`.
-2. Then, if the component answers other callers, the error fails one rollout; if it answers nobody, it is an
-   Outage, which ends the run. (`tenacity` and `stamina` keep no state across callers.)
-3. A request about many sessions that one of them breaks is split, and that session is left out.
+2. Then, if the component answers other callers, the error fails one rollout; if it answers no caller, it is
+   an Outage, which ends the run. (`tenacity` and `stamina` keep no state across callers.)
+3. A batch request that fails because of one session is split, and that session is left out.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ log = logging.getLogger("afield.orchestrator.groups")
 
 BACKOFF_S = (0.2, 5.0)  # seconds between two tries: first, longest
 T = TypeVar("T")
-I = TypeVar("I")  # noqa: E741  an item of a question about many
+I = TypeVar("I")  # noqa: E741  item of a batch request
 UNANSWERED = (Unavailable, RateLimited, OSError)  # TimeoutError is an OSError
 
 
 class Availability:
-    """Calls to one component for many rollouts. `probe` is a cheap call that concerns none of them."""
+    """Calls one component for many rollouts. `probe` is a cheap call that concerns no rollout."""
 
     def __init__(self, part: str, config: RolloutConfig, probe: Callable[[], Awaitable[object]]) -> None:
         self._part = part
         self._config = config
         self._probe = probe
-        self._answered: dict[str, float] = {}  # by method, when anybody last got an answer
-        self._failing: Counter[str] = Counter()  # by method, how many callers have no answer now
+        self._answered: dict[str, float] = {}  # by method: time of the last answer to any caller
+        self._failing: Counter[str] = Counter()  # by method: number of callers that are retrying
 
     async def call(self, method: str, call: Callable[[], Awaitable[T]]) -> T:
         """Call with retries. Raises the component's own error, Unavailable for this caller, or Outage."""
@@ -75,9 +75,10 @@ class Availability:
     async def call_in_batches(
         self, call: Callable[[Sequence[I]], Awaitable[T]], items: Sequence[I], limit_s: float
     ) -> tuple[list[T], list[I]]:
-        """Call about many items, without retries; returns the answers and the items that have none.
+        """Call with many items, without retries; returns the answers and the items without an answer.
 
-        Raises the error of the whole call if the component does not answer the probe.
+        A failed batch is split in halves. Raises the error if the component does not answer the probe, or if
+        too many batches fail.
         """
         answers: list[T] = []
         spoiled: list[I] = []
@@ -125,7 +126,7 @@ class Availability:
             raise Unavailable(f"{self._part} gave no answer within {limit_s:g} s") from error
 
     async def _verdict(self, method: str, began: float, last: Exception) -> Unavailable:
-        """Outage, or Unavailable if the component answers other callers."""
+        """Return Outage, or Unavailable if the component answers other callers."""
         message = (
             f"{self._part} did not answer {method} for {loop_time() - began:.0f} s: {describe_error(last)}"
         )
@@ -138,12 +139,12 @@ class Availability:
 
 
 def describe_error(error: BaseException) -> str:
-    """The class and message of an error, in one line."""
+    """Format the class and message of an error."""
     return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 def failure_from_error(error: Exception, doing: str, reason: Reason = Reason.RAISED) -> Failure:
-    """The failure of one rollout for an error; a RolloutFailure keeps its own kind."""
+    """Convert an error to a failure; a RolloutFailure keeps its own kind."""
     if isinstance(error, RolloutFailure):
         return error.failure
     text = "".join(traceback.format_exception(error))

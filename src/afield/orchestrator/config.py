@@ -15,7 +15,11 @@ DEFAULT_RETRIES = {FailureKind.TASK: 1, FailureKind.VERIFIER: 1, FailureKind.INF
 
 
 class RolloutConfig(SessionPolicies, frozen=True, kw_only=True):
-    """How rollouts are collected. Cutting (`extra`, `straggler_s`) favours short rollouts: off by default."""
+    """Settings of rollout collection.
+
+    `extra` and `straggler_s` cancel slow rollouts, which biases training towards short ones; both are off by
+    default.
+    """
 
     exp_id: str
     """Experiment id, the prefix of stored outcomes."""
@@ -28,9 +32,9 @@ class RolloutConfig(SessionPolicies, frozen=True, kw_only=True):
     quorum: int = 2
     """Rewards that a group needs to be trained."""
     extra: int = 0
-    """Rollouts started beyond `rollouts`; once `rollouts` of them have a reward, the rest are cut."""
+    """Rollouts started beyond `rollouts`; once `rollouts` of them have a reward, the rest are cancelled."""
     straggler_s: float | None = None
-    """Seconds after `straggler_after` rewards until the rest of a group is cut; None never cuts."""
+    """Seconds after `straggler_after` rewards until the rest of a group is cancelled; None never cancels."""
     straggler_after: int | None = None
     """Rewards that start the straggler timer; None is all rollouts but one."""
     baseline: bool = False
@@ -38,18 +42,21 @@ class RolloutConfig(SessionPolicies, frozen=True, kw_only=True):
     concurrency: int = 64
     """Rollouts that run at the same time."""
     deadlines: Deadlines = Deadlines()
+    """Time limits of attempts and rollouts."""
     retries: Mapping[FailureKind, int] = field(default_factory=lambda: dict(DEFAULT_RETRIES))
     """Further attempts per failure kind: task 1, verifier 1, infrastructure 3."""
     sampling: Sampling = Sampling()
+    """Sampling parameters of rollouts that have none of their own."""
     budget: Budget = Budget()
+    """Limits of each session."""
     deliver: Literal["store", "gateway"] = "store"
     """Where agents deliver outcomes: to the store, or to the gateway, which writes the store."""
     separate_verifier: bool = False
-    """Whether a verifier in a runtime of its own grades what agents submit; needs `deliver` "gateway"."""
+    """Whether a verifier in its own runtime grades submissions; needs `deliver` "gateway"."""
     no_turns: Literal["refuse", "flag"] = "flag"
     """A reward for a session without a model call becomes a failure (`refuse`) or a warning (`flag`)."""
     rewards: tuple[str, ...] = ()
-    """Names of the rewards that an outcome must have, and no others; empty accepts all."""
+    """Names of the rewards that an outcome must have, and no others; empty accepts any."""
     max_reward: float = 1e6
     """Largest absolute reward; one above it is a verifier failure."""
     poll_interval_s: float = 5.0
@@ -88,17 +95,17 @@ class RolloutConfig(SessionPolicies, frozen=True, kw_only=True):
 
     @property
     def max_verdicts(self) -> int:
-        """How many verifiers may grade one submission until one does not fail."""
+        """Largest number of verifiers that are started for one submission."""
         return 1 + self.retries.get(FailureKind.VERIFIER, 0) if self.separate_verifier else 1
 
     @property
     def straggler_threshold(self) -> int:
-        """How many rewards of a group start its straggler timer."""
+        """Number of rewards that start the straggler timer of a group."""
         return self.straggler_after or max(1, self.rollouts - 1)
 
 
 class RolloutObserver(Protocol):
-    """Receives progress for displays and metrics, never for decisions."""
+    """Receives progress events for displays and metrics."""
 
     def attempt_ended(self, rollout: Rollout, outcome: Outcome, will_retry: bool) -> None: ...
 

@@ -1,4 +1,7 @@
-"""Deadlines of an attempt, and the failure when one passes (no I/O)."""
+"""Attempt deadlines: which one has passed, and the failure that follows.
+
+No function does I/O; times are arguments.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,19 @@ class Progress(Struct):
     """Times of an attempt, in seconds of the event loop's clock."""
 
     rollout_started_at: float
-    """Start of the rollout, with its earlier attempts."""
+    """Start of the rollout, including earlier attempts."""
     launched_at: float | None = None
-    """Time at which the agent had its payload."""
+    """Time at which the agent accepted its payload; None before."""
     completed_at: float | None = None
-    """Time at which the session was first seen completed."""
+    """Time at which the session was first seen completed; None before."""
     ended_at: float | None = None
-    """Time at which the agent, or then its verifier, ended without a failure."""
+    """Time at which the agent, or later its verifier, ended without a failure; None before."""
     grading: bool = False
     """Whether a verifier grades the submission."""
     queued_s: float = 0.0
-    """Seconds that its calls waited for an engine."""
+    """Seconds that its calls waited for an engine, summed over calls."""
     reported_queued_s: float = 0.0
-    """Last value that the gateway reported; it starts from 0 when the gateway restarts."""
+    """Last value that the gateway reported; it restarts from 0 with the gateway."""
 
     def update_queue_time(self, state: SessionState) -> None:
         more = state.waited_s - self.reported_queued_s
@@ -33,7 +36,7 @@ class Progress(Struct):
         self.reported_queued_s = state.waited_s
 
     def ran_s(self, now: float, attempt_timeout_s: float) -> float:
-        """Seconds since the launch, without queue time up to `attempt_timeout_s`."""
+        """Seconds since the launch, minus at most `attempt_timeout_s` of queue time."""
         began = now if self.launched_at is None else self.launched_at
         return now - began - min(self.queued_s, attempt_timeout_s)
 
@@ -41,9 +44,10 @@ class Progress(Struct):
 def overdue_failure(
     deadlines: Deadlines, progress: Progress, state: SessionState | None, now: float, *, lives: bool = False
 ) -> Failure | None:
-    """Why an attempt is abandoned now; None while it may continue. `state` is None if the gateway is silent.
+    """Return the failure of an attempt that is past a deadline; None while it may continue.
 
-    `lives` says that its runtime reports it as running: then missing heartbeats prove nothing.
+    `state` is None if the gateway does not answer. `lives` means that the runtime reports the attempt as
+    running, so missing heartbeats are ignored.
     """
     if _exceeded(deadlines.rollout_timeout_s, progress.rollout_started_at, now):
         return _timeout(f"the rollout has lived for {deadlines.rollout_timeout_s:g} s with all its attempts")
@@ -75,7 +79,7 @@ def heartbeat_lost(deadlines: Deadlines, progress: Progress, state: SessionState
 
 
 def _grading_failure(deadlines: Deadlines, progress: Progress, now: float) -> Failure | None:
-    """Deadlines while a verifier grades; `VerifierRunner` limits each verifier itself."""
+    """Check the deadlines while a verifier grades; `VerifierRunner` limits each single verifier."""
     if _exceeded(deadlines.upload_timeout_s, progress.ended_at, now):
         message = (
             f"the verdict that the gateway has was not in the store after {deadlines.upload_timeout_s:g} s"
@@ -92,7 +96,7 @@ def _grading_failure(deadlines: Deadlines, progress: Progress, now: float) -> Fa
 def _session_failure(
     deadlines: Deadlines, progress: Progress, state: SessionState, now: float, lives: bool
 ) -> Failure | None:
-    """The failure that the session's state shows, if any."""
+    """Check the deadlines that depend on the session's state."""
     if _exceeded(deadlines.verifier_timeout_s, progress.completed_at, now):
         return _timeout(f"no outcome in {deadlines.verifier_timeout_s:g} s after the session was completed")
     if progress.completed_at is not None or state.in_flight:

@@ -1,11 +1,11 @@
-"""Groups: all rollouts of one task, when each group begins, and which step takes it.
+"""Group scheduler: order of tasks, staleness window and group runner.
 
-1. `Schedule` orders the tasks, epoch after epoch, and names one `GroupSpec` per position.
-2. `StalenessWindow` says which position may begin and which completed groups make a step (no I/O).
-3. `GroupRunner` runs the rollouts of one group until all have ended. Each ends with a reward or a typed
-   failure that masks this rollout alone; a group with fewer than `quorum` rewards is dropped with a reason.
-4. `GroupScheduler` begins groups in the order of the data set, as the window and free slots allow, and runs
-   validations in between. Groups that an earlier process began come first.
+1. `Schedule` orders the tasks of each epoch and returns one `GroupSpec` per position.
+2. `StalenessWindow` decides which groups may start and which completed groups make a step. It does no I/O.
+3. `GroupRunner` runs the rollouts of one group until all have ended. A failed rollout is masked alone; a
+   group with fewer than `quorum` rewards is dropped with a reason.
+4. `GroupScheduler` starts groups in the order of the schedule, as the window and free slots allow, and runs
+   validations in between. Groups that an earlier process started come first.
 """
 
 from __future__ import annotations
@@ -40,19 +40,24 @@ class GroupSpec(Struct, frozen=True):
     """A group to run: one task in one epoch."""
 
     id: str
+    """Group id."""
     task: Task
+    """Task of all rollouts."""
     epoch: int
-    """Epoch of the data set, from 0; the step, for a validation."""
+    """Epoch of the data set, from 0; for a validation, the step."""
     split: Split = Split.TRAIN
+    """Training or validation."""
     sampling: Sampling | None = None
     """Sampling parameters; None uses those of the RolloutConfig."""
 
 
 class CompletedGroup(Struct, frozen=True):
-    """A group whose rollouts have all ended; their data are in the rollout store."""
+    """Group whose rollouts have all ended; their results are in the rollout store."""
 
     spec: GroupSpec
+    """Group that has ended."""
     rollout_ids: tuple[str, ...]
+    """Ids of its rollouts, without the baseline."""
     baseline: str | None
     """Rollout id of the greedy baseline; None without one."""
     drop_reason: str | None
@@ -63,12 +68,14 @@ class CompletedGroup(Struct, frozen=True):
 
 
 class Schedule(Struct, frozen=True):
-    """All tasks, epoch after epoch, in an order that depends on seed and position alone."""
+    """Order of the tasks over all epochs; depends on the seed only."""
 
     tasks: Sequence[Task]
+    """Tasks of one epoch."""
     exp_id: str
     """Experiment id, the prefix of all group and rollout ids; at most 64 characters."""
     seed: int = 0
+    """Seed of the order."""
     shuffle: bool = True
     """Whether each epoch has a random order; else all have the order of `tasks`."""
 
@@ -98,25 +105,26 @@ def _order(number: int, seed: str | None) -> list[int]:
 
 
 def slug(task_id: str) -> str:
-    """A task id as part of a rollout id: itself where its characters allow that, else a digest."""
+    """Part of a rollout id for a task id: the id itself if its characters allow it, else a digest."""
     if ID_PATTERN.fullmatch(task_id) and len(task_id) <= 40:
         return task_id
     return "x" + hashlib.sha256(task_id.encode()).hexdigest()[:16]
 
 
 class StalenessWindow(Struct, frozen=True, kw_only=True):
-    """Bounds how many policy versions may lie between sampling and training a group.
+    """Limits the number of policy versions between sampling and training a group.
 
     A group that begins after `n` published steps samples with version `n` or later, and step k trains at
-    version k - 1, so the last step that may take it is `n + staleness + 1`. No more groups begin than the
-    steps until then can take, and a step never leaves more urgent groups behind than later steps can take:
-    the bound holds, every group is taken once, and none starves. Otherwise a step takes the oldest groups
-    that are ready.
+    version k - 1, so `n + staleness + 1` is the last step that may take it. Two rules keep this bound:
+
+    1. No more groups begin than the steps until then can take.
+    2. A step takes the oldest ready groups, and waits if later steps could not take the others in time.
     """
 
     mode: Mode
-    """`sync` collects a step with the weights of the step before; `one-step-off` collects the next step while
-    one trains; both take groups in the order of the data set. `async` takes whatever is ready."""
+    """`sync` collects a step with the weights of the previous step; `one-step-off` collects the next step
+    while one trains; both take groups in the order of the schedule. `async` takes ready groups in any order.
+    """
     groups: int
     """Number of groups in the whole run."""
     batch: int
@@ -124,7 +132,7 @@ class StalenessWindow(Struct, frozen=True, kw_only=True):
     staleness: int = 0
     """Largest age in policy versions: 0 for `sync`, 1 for `one-step-off`, 1 or more for `async`."""
     strict: bool = True
-    """Whether a step waits for urgent groups; if not, a group may become staler than the bound."""
+    """Whether a step waits for groups that are about to exceed the bound; if not, groups may exceed it."""
 
     def __post_init__(self) -> None:
         fixed = {"sync": 0, "one-step-off": 1}.get(self.mode, self.staleness)
@@ -138,11 +146,11 @@ class StalenessWindow(Struct, frozen=True, kw_only=True):
         return -(-self.groups // self.batch)
 
     def admits(self, position: int, published_step: int) -> bool:
-        """Whether the group at this position may begin after so many published steps."""
+        """Whether the group at this position may begin after `published_step` steps."""
         return position < min(self.groups, (published_step + self.staleness + 1) * self.batch)
 
     def choose(self, step: int, pending: Sequence[PendingGroup]) -> list[PendingGroup] | None:
-        """The groups of this step, oldest first; None while it has to wait for some."""
+        """Return the groups of this step, oldest first; None while it has to wait."""
         size = min(self.batch, self.groups - (step - 1) * self.batch)
         ordered = sorted(pending, key=lambda group: (group.begun_after_step, group.position))
         if self.mode != "async":
@@ -155,7 +163,7 @@ class StalenessWindow(Struct, frozen=True, kw_only=True):
     def _leaves_time(
         self, step: int, pending: Sequence[PendingGroup], chosen: Sequence[PendingGroup]
     ) -> bool:
-        """Whether later steps can take all other groups before these exceed the bound."""
+        """Whether later steps can take all other groups before they exceed the bound."""
         taken = {group.id for group in chosen}
         others = [group for group in pending if group.id not in taken]
         due = Counter(max(group.begun_after_step + self.staleness + 1, step) for group in others)
@@ -171,7 +179,7 @@ class StalenessWindow(Struct, frozen=True, kw_only=True):
 
 
 class GroupRunner:
-    """Runs all rollouts of a group, and cuts stragglers where the configuration says so."""
+    """Runs all rollouts of a group, and cancels stragglers if configured."""
 
     def __init__(
         self, config: RolloutConfig, rollout_runner: RolloutRunner, rollout_store: RolloutStore
@@ -186,7 +194,7 @@ class GroupRunner:
         return self._rollout_runner.has_room
 
     async def collect(self, specs: Sequence[GroupSpec]) -> list[Group]:
-        """Run all these groups to their end and read them back, in the order of `specs`."""
+        """Run these groups and return them in the order of `specs`."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self.start_group(spec)) for spec in specs]
@@ -195,7 +203,7 @@ class GroupRunner:
         return [await asyncio.to_thread(read_group, self._rollout_store, task.result()) for task in running]
 
     def start_group(self, spec: GroupSpec) -> Coroutine[None, None, CompletedGroup]:
-        """Start all rollouts of a group now; awaiting the result waits for their end.
+        """Start all rollouts of a group at once; the returned coroutine waits for their end.
 
         Repeating runs only the rollouts that have not ended.
         """
@@ -245,7 +253,7 @@ class GroupRunner:
         )
 
     async def _until_enough(self, running: dict[str, asyncio.Task[RolloutSummary]]) -> None:
-        """Wait until all rollouts have ended, or enough of them and the rest are cut."""
+        """Wait until all rollouts have ended, or until enough have ended and the rest are cancelled."""
         config, loop = self._config, asyncio.get_running_loop()
         pending = set(running.values())
         cut_at: float | None = None
@@ -269,7 +277,7 @@ def greedy(sampling: Sampling) -> Sampling:
 
 
 def baseline_drop_reason(baseline: RolloutSummary) -> str | None:
-    """Why a group has no baseline to compare with; None if it has one."""
+    """Return why the greedy baseline has no reward; None if it has one."""
     failure = baseline.outcome.failure
     if failure is None or baseline.outcome.reward_or_floor(0.0) is not None:
         return None
@@ -302,20 +310,22 @@ def _never_reported(step: int) -> bool:
 
 
 class Validation(Struct, frozen=True, kw_only=True):
-    """Tasks that are run every few steps and never trained."""
+    """Validation tasks, run every few steps and never trained."""
 
     tasks: Sequence[Task]
+    """Tasks of the validation split."""
     every: int
-    """Number of steps between two validations; there is also one before the first and after the last step."""
+    """Steps between two validations; one also runs before the first and after the last step."""
     sampling: Sampling
+    """Sampling parameters of validation rollouts."""
     report: Callable[[int, list[RolloutResult]], None]
-    """Called with the step and its rollouts."""
+    """Called with the step and its finished rollouts."""
     reported: Callable[[int], bool] = _never_reported
     """Whether the validation of a step was reported before, by an earlier process."""
 
 
 class GroupScheduler:
-    """The collecting half of a training run; all its results are in the run state and the rollout store."""
+    """Collector of a training run: runs groups and writes them to run state and rollout store."""
 
     def __init__(
         self,
@@ -335,7 +345,7 @@ class GroupScheduler:
         self._validation = validation
 
     async def run(self) -> None:
-        """Until every group has ended, and the validation after the last step."""
+        """Run until every group and the validation after the last step have ended."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 if self._validation:
@@ -352,7 +362,7 @@ class GroupScheduler:
             raise root_cause(errors) from errors
 
     def _positions(self) -> Iterable[int]:
-        """Groups that an earlier process began and did not complete, then all new ones."""
+        """Positions of groups that an earlier process began and did not complete, then of new ones."""
         unfinished = [
             group.position
             for group in self._run_state.pending_groups()
@@ -361,7 +371,7 @@ class GroupScheduler:
         return itertools.chain(unfinished, range(self._run_state.groups_begun(), self._window.groups))
 
     def _needed(self, group: PendingGroup) -> bool:
-        """False for groups of a run that was made shorter: no step takes them."""
+        """Whether a step will take this group; False after a run was made shorter."""
         if self._run_state.published_step >= self._window.steps:
             return False
         return self._window.mode == "async" or group.position < self._window.groups
@@ -395,12 +405,12 @@ class GroupScheduler:
         for step in due:
             while await self._published_step() < step:
                 await asyncio.sleep(POLL_S)
-            # A step that was passed while an earlier validation ran is skipped: its weights are gone.
+            # Skips a step that was passed while an earlier validation ran: its weights are no longer served.
             passed = step != due[-1] and await self._published_step() >= step + validation.every
             await self._validate_step(step, validation, skip=passed or validation.reported(step))
 
     async def _validate_step(self, step: int, validation: Validation, *, skip: bool) -> None:
-        """Run one validation; its rollouts leave the rollout store, also those of an earlier process."""
+        """Run one validation, then remove its rollouts, also those of an earlier process, from the store."""
         exp_id = self._schedule.exp_id
         specs = [
             GroupSpec(f"{exp_id}-val{step}-{slug(task.id)}", task, step, Split.VAL, validation.sampling)
@@ -431,4 +441,4 @@ def _serves_own(run_state: RunState, served: int, *, frozen: bool) -> bool:
     if run_state.base_version is None:
         return served == 0
     ahead = served - run_state.base_version - (0 if frozen else run_state.published_step)
-    return ahead in (0, 1)  # the run state has a step just after the gateway
+    return ahead in (0, 1)  # a step is published to the gateway just before the run state records it

@@ -1,7 +1,7 @@
-"""Launcher: opens the session, builds the payload, launches and stops the agent.
+"""Launcher: opens sessions, builds payloads, launches and stops agents.
 
-Launches and stops wait for the rate limiter. A rate-limited runtime is tried again, more slowly, at no cost
-to the rollout.
+Launches and stops wait for the rate limiter. A rate-limited launch is repeated at a lower rate and does not
+use up a retry of the rollout.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from afield.wire import Invocation
 log = logging.getLogger("afield.orchestrator.groups")
 
 GATEWAY_SLACK_S = 3_600.0
-OPEN_GRACE_S = 30.0  # an open that was sent when its attempt is given up has this long to end by itself
+OPEN_GRACE_S = 30.0  # seconds that a sent `open` has to finish after its attempt was cancelled
 T = TypeVar("T")
 Payload = Callable[[RunningAttempt], Awaitable[dict[str, Any]]]
 
 
 class _Refused:
-    """Since when the runtime has refused one attempt, and its last message."""
+    """Rate-limit refusals of one attempt: time of the first one and the last message."""
 
     def __init__(self) -> None:
         self.since = math.inf
@@ -52,7 +52,7 @@ class _Refused:
 
 
 class Launcher:
-    """Launches attempts in one runtime. All components share `gateway_calls`."""
+    """Launches and stops attempts in one runtime."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Launcher:
         self._refused: set[_Refused] = set()  # attempts that the runtime refuses now
 
     async def launch(self, running: RunningAttempt, payload: Payload | None = None) -> Failure | None:
-        """Launch an attempt; None once the agent has its payload, else the failure."""
+        """Launch an attempt; returns None once the agent has its payload, else the failure."""
         queue_timeout_s = self._config.deadlines.queue_timeout_s
         end = None if queue_timeout_s is None else loop_time() + queue_timeout_s
         refused = _Refused()
@@ -106,12 +106,12 @@ class Launcher:
             self._refused.discard(refused)
 
     def _refused_alone(self, refused: _Refused) -> Failure | None:
-        """The failure of an attempt that the runtime keeps refusing while it accepts others."""
+        """Return the failure of an attempt that the runtime refuses while it accepts others."""
         since_s = loop_time() - refused.since
         if since_s <= self._config.unavailable_timeout_s:
             return None
         if self._launched <= refused.since and len(self._refused) > 1:
-            return None  # it refuses all attempts: not this one's fault
+            return None  # the runtime refuses all attempts
         return infrastructure_failure(
             f"its place took no more for {since_s:.0f} s: {refused.last}", Reason.LAUNCH
         )
@@ -156,10 +156,13 @@ class Launcher:
         return wire.build_payload(running.pending.rollout.task, await self.invocation(running, role))
 
     async def invocation(self, running: RunningAttempt, role: str) -> Invocation:
-        """The `_rollout` part of the payload of an agent or verifier. Repeating returns the same."""
+        """Open the session and build the `_rollout` object of an agent or verifier.
+
+        Repeating returns the same object.
+        """
         rollout = running.pending.rollout
-        # A request that was sent may be served after the abort that follows, and would leave a session open:
-        # the try that is under way ends by itself.
+        # The gateway may serve a sent request after the abort that follows a cancellation, and would leave
+        # the session open. So a request in flight is awaited.
         grace_s = min(OPEN_GRACE_S, self._config.call_timeout_s)
         ticket = await self._gateway_calls.call(
             "open", lambda: shield_and_wait(self._gateway.open(self._spec(running)), grace_s)
@@ -211,7 +214,7 @@ class Launcher:
             log.warning("attempt %s: not stopped: %s", attempt.session_id, describe_error(error))
 
     async def _stop(self, attempt: Attempt) -> None:
-        """The deadline does not include the wait for the rate limiter."""
+        """Stop with retries; the deadline excludes the wait for the rate limiter."""
         end = loop_time() + self._config.unavailable_timeout_s
         while True:
             async with self._limiter.call_slot(), asyncio.timeout(self._config.deadlines.teardown_timeout_s):
@@ -224,7 +227,7 @@ class Launcher:
 
 
 async def shield_and_wait(work: Coroutine[Any, Any, T], limit_s: float) -> T:
-    """Await work; when the caller is cancelled, the work has `limit_s` to end by itself."""
+    """Await work; when the caller is cancelled, wait up to `limit_s` for it before cancelling it."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)

@@ -1,7 +1,7 @@
-"""One rollout: attempts with retries until an outcome counts, then the rollout store.
+"""Rollout runner: attempts with retries, then the rollout store.
 
-1. Failures of task, verifier and infrastructure are retried within their budgets, each in a fresh session.
-   A policy failure is an outcome like any other.
+1. Task, verifier and infrastructure failures are retried within their budgets, each in a fresh session.
+   Policy failures are not retried.
 2. The session of the attempt that counts is finalized; its record goes to the rollout store.
 3. After a crash the same call continues: finished rollouts are not run again, running attempts are resumed.
 
@@ -78,7 +78,7 @@ class RolloutRunner:
         return self
 
     async def __aexit__(self, *exc: Any) -> None:
-        """Rollouts that still run stay undecided: the next process with this run state resumes them."""
+        """Stop running; the next process with this run state resumes the rollouts that still run."""
         try:
             if exc[0] is None:
                 await self._attempt_runner.wait_for_teardown()
@@ -117,9 +117,9 @@ class RolloutRunner:
         return task
 
     def cancel(self, rollout_id: str, message: str, reason: Reason = Reason.CANCELLED) -> None:
-        """End a rollout that runs or waits; `run` ends with this failure, and nothing is records again.
+        """Cancel a rollout that runs or waits for a slot; `run` returns this failure, and it is not retried.
 
-        One that has ended, or whose outcome is in the store already, keeps its outcome.
+        A rollout that has ended, or whose outcome is in the store already, keeps its outcome.
         """
         if rollout_id not in self._runs:
             return
@@ -147,7 +147,10 @@ class RolloutRunner:
             self._attempt_runner.cancelled.pop(rollout.id, None)
 
     async def _finished_before(self, rollout: Rollout) -> RolloutSummary | None:
-        """Summary of a rollout that ended before; its data come from the gateway if the store lost them."""
+        """Return the summary of a rollout that ended before; None if it has to run.
+
+        A result that is missing in the rollout store is read from the gateway again.
+        """
         summary = await asyncio.to_thread(self._run_state.rollout_summary, rollout.id)
         if summary is None or self._rollout_store.holds(rollout.id):
             return summary
@@ -155,7 +158,7 @@ class RolloutRunner:
         if outcome is not summary.outcome:
             await asyncio.to_thread(
                 self._run_state.forget_rollout, rollout.id
-            )  # nothing is left of what it sampled
+            )  # its record is lost, so it runs again
             return None
         return await self._retry_unavailable(lambda: self._store(rollout, outcome, record, summary.attempts))
 
@@ -208,12 +211,12 @@ class RolloutRunner:
             outcome = None
 
     async def _check_supported(self, rollout: Rollout, outcome: Outcome) -> None:
-        """End the run if the model cannot serve this agent, whatever the task."""
+        """End the run if the gateway reports that the model cannot serve this agent for any task."""
         if message := await self._attempt_runner.unsupported_reason(Attempt(rollout.id, outcome.attempt)):
             message = f"{rollout.id} was refused by the gateway, as every other rollout would be: {message}"
-            # A task of its own: it is not this rollout's failure, and nothing is noted of it.
+            # Raised in a separate task: the run ends, and this rollout records no failure.
             self._tasks.create_task(_ending(UsageError(message)))
-            await asyncio.Event().wait()  # until the run has ended
+            await asyncio.Event().wait()  # cancelled when the run ends
 
     def _will_retry(
         self,
@@ -305,7 +308,7 @@ class RolloutRunner:
 
 
 async def _ending(error: Exception) -> None:
-    """Raise in a task of its own, which ends its task group."""
+    """Raise `error` in a task, which ends its task group."""
     raise error
 
 

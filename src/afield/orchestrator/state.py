@@ -1,8 +1,8 @@
-"""State of a run on disk: RunState, RolloutStore and the run directory.
+"""Run state on disk: RunState, RolloutStore and the run directory.
 
-1. `RunState` has attempts, rollouts, groups and steps in SQLite: all that a restart needs to continue.
+1. `RunState` records attempts, rollouts, groups and steps in SQLite, for restarts.
 2. `RolloutStore` keeps finished rollouts until a step has trained on them.
-3. `RunDirectory` knows the paths of a run, its checkpoints, and the records that people read.
+3. `RunDirectory` has the paths of a run, its checkpoints and its readable records.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ CREATE TABLE IF NOT EXISTS members (group_id TEXT, n INTEGER, rollout_id TEXT, P
 CREATE TABLE IF NOT EXISTS trained (rollout_id TEXT PRIMARY KEY, step INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS facts (key TEXT PRIMARY KEY, value INTEGER NOT NULL);
 """
-BASELINE = -1  # number in its group of the greedy rollout that the others are compared with
+BASELINE = -1  # member number of a group's greedy baseline
 
 
 class RolloutSummary(Struct, frozen=True):
-    """How a rollout ended, without its turns and trajectories."""
+    """End of a rollout, without turns and trajectories."""
 
     outcome: Outcome
     """Outcome of the attempt that counts."""
     attempts: int
-    """Number of attempts, with the one that counts."""
+    """Number of attempts, including the one that counts."""
     tokens: int = 0
-    """Sampled tokens that the attempt that counts can train."""
+    """Trainable tokens of the attempt that counts."""
     min_version: int | None = None
     """Oldest policy version that sampled one of these tokens; None without tokens."""
     max_version: int | None = None
@@ -65,11 +65,12 @@ class RolloutSummary(Struct, frozen=True):
 
 
 class PendingGroup(Struct, frozen=True):
-    """A group that was begun and that no step has taken yet."""
+    """Group that has begun and that no step has taken yet."""
 
     id: str
+    """Group id."""
     position: int
-    """Place in the order of the data set, from 0."""
+    """Position in the schedule, from 0."""
     begun_after_step: int
     """Number of steps that were published when the group began."""
     ready: bool
@@ -79,15 +80,16 @@ class PendingGroup(Struct, frozen=True):
 
 
 class AttemptRecord(Struct, frozen=True):
-    """An attempt as the run state has it."""
+    """Attempt in the run state."""
 
     attempt: Attempt
+    """Attempt of a rollout."""
     started_at: float
-    """Wall-clock time of its launch, in seconds; before that, of its registration."""
+    """Wall-clock time of the launch, or of the registration before it, in seconds."""
     failure: Failure | None
-    """Why it failed; None while it runs, and if its outcome counts."""
+    """Why it failed; None while it runs, or if its outcome counts."""
     tokens: int
-    """Tokens that it sampled, known once it failed."""
+    """Number of sampled tokens; 0 unless it failed or was abandoned."""
 
     @property
     def age_s(self) -> float:
@@ -95,15 +97,15 @@ class AttemptRecord(Struct, frozen=True):
 
 
 class RunState:
-    """Attempts, rollouts, groups and steps in one SQLite file; used from any thread.
+    """Attempts, rollouts, groups and steps in one SQLite file. Thread-safe.
 
-    Collector and trainer share it, in one process or in two. A group is complete only when its rollouts are
-    in the rollout store, and taken by a step only when that step's checkpoint has its final name. Repeating
-    a write changes nothing; `rewind` goes back to a checkpoint.
+    Collector and training loop share it, in one process or in two. A group is completed after its rollouts
+    are in the rollout store, and taken by a step after that step's checkpoint has its final name. Writes are
+    idempotent; `rewind` goes back to a checkpoint.
     """
 
     def __init__(self, path: Path, *, durable: bool = False) -> None:
-        """`durable` survives a power cut, too, at the price of an fsync per transaction."""
+        """`durable` makes transactions survive a power cut, with an fsync each."""
         self._db = Database(
             path,
             STATE_SCHEMA,
@@ -127,12 +129,12 @@ class RunState:
         self._db.execute(sql, attempt.rollout_id, attempt.n, time.time())
 
     def mark_launched(self, attempt: Attempt) -> None:
-        """The agent has its payload: the attempt's time counts from here on."""
+        """Record the time at which the agent accepted its payload."""
         sql = "UPDATE attempts SET began=? WHERE rollout_id=? AND n=?"
         self._db.execute(sql, time.time(), attempt.rollout_id, attempt.n)
 
     def record_tokens(self, attempt: Attempt, tokens: int) -> None:
-        """Record the tokens of an abandoned attempt that uses up no retry."""
+        """Record the tokens of an abandoned attempt, which does not use up a retry."""
         sql = "UPDATE attempts SET tokens=? WHERE rollout_id=? AND n=?"
         self._db.execute(sql, tokens, attempt.rollout_id, attempt.n)
 
@@ -187,13 +189,13 @@ class RunState:
         self._db.execute(sql, group_id, position, published_step)
 
     def groups_begun(self) -> int:
-        """Number of groups begun so far: the position of the next one."""
+        """Number of groups begun so far, which is the position of the next one."""
         return self._db.fetch_one("SELECT coalesce(max(position), -1) + 1 FROM groups")[0]
 
     def complete_group(
         self, group_id: str, members: Sequence[str], baseline: str | None, drop_reason: str | None
     ) -> None:
-        """All rollouts of a group have ended and are in the rollout store."""
+        """Record that all rollouts of a group have ended and are in the rollout store."""
         rows = [(group_id, n, rollout_id) for n, rollout_id in enumerate(members)]
         rows += [(group_id, BASELINE, baseline)] if baseline else []
         with self._db.transaction():
@@ -201,14 +203,14 @@ class RunState:
             self._db.execute("UPDATE groups SET ready=1, dropped=? WHERE id=?", drop_reason, group_id)
 
     def pending_groups(self) -> list[PendingGroup]:
-        """Groups that no step has taken yet, in the order of the data set."""
+        """Groups that no step has taken yet, by position."""
         sql = "SELECT id, position, born, ready, dropped FROM groups WHERE step IS NULL ORDER BY position"
         return [
             PendingGroup(i, p, b, bool(ready), dropped) for i, p, b, ready, dropped in self._db.fetch_all(sql)
         ]
 
     def group_members(self, group_id: str) -> tuple[list[str], str | None]:
-        """Rollout ids of a completed group, and that of its baseline."""
+        """Rollout ids of a completed group, and the id of its baseline or None."""
         members = dict(
             self._db.fetch_all("SELECT n, rollout_id FROM members WHERE group_id=? ORDER BY n", group_id)
         )
@@ -249,7 +251,7 @@ class RunState:
 
     @property
     def published_step(self) -> int:
-        """The last step whose weights were published to the gateway."""
+        """Last step whose weights were published to the gateway; 0 before the first."""
         return self._fact("done")
 
     @published_step.setter
@@ -283,12 +285,11 @@ class RunState:
 class RolloutStore:
     """Finished rollouts on disk, one file each, until the checkpoint of their step is written.
 
-    A rollout leaves memory as soon as it has ended. Its file is written whole or not at all; putting it again
-    replaces it by the same.
+    Files are written atomically, and writing a rollout again is harmless.
     """
 
     def __init__(self, root: Path, *, durable: bool = False) -> None:
-        """`durable` rollouts survive a power cut, too."""
+        """`durable` makes files survive a power cut, with an fsync each."""
         self._root = root
         self._durable = durable
 
@@ -330,7 +331,7 @@ class RolloutStore:
 
 
 class StepState(Struct, frozen=True):
-    """What a checkpoint contains besides the trainer's own files."""
+    """State of a run in a checkpoint, next to the trainer's own files."""
 
     step: int
     """The step that the checkpoint ends, from 1."""
@@ -341,6 +342,7 @@ class StepState(Struct, frozen=True):
     metrics: dict[str, Any]
     """The step's line of metrics.jsonl."""
     groups: tuple[str, ...] = ()
+    """Ids of the groups that the step took."""
 
 
 class RunDirectory:
@@ -360,11 +362,11 @@ class RunDirectory:
           gateway/ outcomes/ logs/ verifiers/
           summary.json rewards.png
 
-    A step is done when its checkpoint directory has its final name; everything else follows from it.
+    A step is done when its checkpoint directory has its final name.
     """
 
     def __init__(self, path: Path, *, durable: bool = False) -> None:
-        """`durable` files survive a power cut, too, at the price of an fsync each."""
+        """`durable` makes files survive a power cut, with an fsync each."""
         self.path = path.absolute()
         self.durable = durable
         self._identity: tuple[int, int] | None = None
@@ -528,7 +530,7 @@ class RunDirectory:
             out.write(json.dumps(line) + "\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Complete lines only: the checkpoint has the metrics of a line that a crash cut short."""
+        """Read complete lines; `rewind` restores a line that a crash cut short."""
         return _whole_lines(self.metrics)
 
     def rewind(self, state: StepState | None) -> None:
@@ -607,7 +609,7 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _remove(directory: Path) -> None:
-    """Rename, then remove: no reader sees half a directory."""
+    """Rename, then remove, so that readers never see a partial directory."""
     removed = directory.with_name(directory.name + ".removed")
     shutil.rmtree(removed, ignore_errors=True)
     directory.rename(removed)
@@ -615,7 +617,7 @@ def _remove(directory: Path) -> None:
 
 
 def find_run(runs: Path, name: str, kind: str = "") -> RunDirectory:
-    """A run by its id or path; `latest` is the newest of its kind under `runs`."""
+    """Find a run by id or path; `latest` is the newest of its kind under `runs`."""
     if name == "latest":
         configs = sorted(runs.glob(f"{kind}*/run.json"), key=lambda path: path.stat().st_mtime)
         if not configs:

@@ -1,8 +1,8 @@
-"""Training loop: take completed groups, train a step, write a checkpoint, publish weights.
+"""Training loop: take completed groups, train, checkpoint, publish weights.
 
-A step is done when its checkpoint directory has its final name. After a crash the loop continues from the
-newest checkpoint: no rollout is trained twice, and none is lost. Groups that are staler than the window
-allows are dropped with a reason, or trained with a correction.
+1. A step is done when its checkpoint directory has its final name. After a crash the loop continues from the
+   newest checkpoint: no rollout is trained twice, and none is lost.
+2. Groups that exceed the staleness bound are dropped with a reason, or trained with a correction.
 """
 
 from __future__ import annotations
@@ -36,72 +36,103 @@ from afield.token_account import TokenAccount, count_tokens
 from afield.types import Group, Policy, RolloutResult, VersionSpan
 
 log = logging.getLogger("afield.loop")
-MAX_STEPS_WITHOUT_REWARD = 3  # steps without a single reward before a run is given up
+MAX_STEPS_WITHOUT_REWARD = 3  # consecutive steps without a reward after which the run ends
 POLL_S = 0.05
 T = TypeVar("T")
 RunBlocking = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class LoopConfig(Struct, frozen=True, kw_only=True):
-    """`stale` says what happens to a group whose tokens are staler than the window's bound."""
+    """Settings of the training loop."""
 
     policy: str
+    """Name of the model."""
     stale: Literal["drop", "correct"] = "drop"
+    """Handling of groups that exceed the staleness bound: `drop` them, or `correct` with importance weights
+    in the trainer's loss.
+    """
     keep_checkpoints: int = 2
+    """Number of newest checkpoints to keep."""
     keep_weights: int | None = 2
+    """Number of newest exported weights to keep; None keeps all."""
     keep_rollouts_gb: float | None = None
-    """Size of rollouts/ in 10^9 bytes above which the oldest steps' files are removed; None keeps all."""
+    """Size of rollouts/ in 10^9 bytes above which files of the oldest steps are removed; None keeps all."""
     frozen: bool = False
+    """Whether engines keep the initial weights: steps export no weights and the policy version stays the
+    same.
+    """
     engine_dtype: str = "float32"
-    """Dtype in which engines compute: what published weights are rounded to."""
+    """Dtype of the engines, to which published weights are rounded."""
     publish_timeout_s: float = 1800.0
-    """Seconds until new weights, or an answer about those served, are given up; the run can be resumed."""
+    """Seconds to wait for the gateway to load weights or report its version; then the run ends and can be
+    resumed.
+    """
 
 
 class StepMetrics(Struct, frozen=True, kw_only=True):
-    """One line of metrics.jsonl. `staleness` is how many versions ago the oldest trained token was sampled,
-    `staleness_mean` that of tokens on average; `wasted_tokens` were sampled by attempts that came to nothing,
-    or by rollouts that carry no reward; `too_long` rows exceed the trainer's context and were left out.
-    """
+    """Metrics of one step: one line of metrics.jsonl."""
 
     step: int
+    """Number of the step, from 1."""
     version: int
+    """Policy version after the step."""
     reward: float | None
+    """Mean reward, with 0 for policy failures without one; None without rewards."""
     rollouts: int
+    """Number of rollouts in the step's groups."""
     trained: int
+    """Number of rollouts that were trained."""
     failed: int
+    """Number of rollouts without a reward."""
     too_long: int = 0
+    """Number of sequences that exceed the trainer's context and were not trained."""
     failures: dict[str, int]
+    """Number of failed rollouts by failure kind, including policy failures."""
     retried: int
+    """Number of attempts beyond the first of each rollout."""
     dropped_groups: dict[str, str]
+    """Reasons of dropped groups, by group id."""
     turns_per_rollout: float
+    """Mean number of model calls per rollout."""
     tool_calls_per_rollout: float
+    """Mean number of tool calls per rollout."""
     sampled_tokens: int
     """Tokens of the attempts that count: trained, excluded or untrained."""
     trained_tokens: int = 0
     """Tokens in the loss."""
     excluded_tokens: dict[str, int] = {}
-    """Tokens of turns that are kept out of the loss, by reason (`exclusions.REASONS`)."""
+    """Tokens of excluded turns, by reason (`exclusions.REASONS`)."""
     excluded_share: float = 0.0
-    """Excluded tokens, of those sampled."""
+    """Excluded tokens as a share of sampled tokens."""
     untrained_tokens: dict[str, int] = {}
     """Tokens of rollouts that train nothing, by reason (`exclusions.UntrainedReason`)."""
     wasted_tokens: int
+    """Tokens of failed attempts, of rollouts without a reward and of dropped groups."""
     staleness: int
+    """Largest number of policy versions between sampling and training a token."""
     staleness_mean: float = 0.0
+    """Mean number of policy versions between sampling and training a token."""
     collect_s: float
+    """Seconds that the step waited for its groups and read them."""
     train_s: float
+    """Seconds of the training step."""
     agent: dict[str, float]
+    """Metrics of agents, each averaged over the rollouts that report it."""
     trainer: dict[str, float]
+    """Metrics of the trainer."""
 
 
 class StepBatch(Struct, frozen=True):
-    """What a step has taken: all its groups, those that cannot train and why, and the rest."""
+    """Groups of one step."""
 
     groups: list[Group]
+    """All groups of the step, including dropped ones."""
     dropped: dict[str, str]
-    version: int  # of the policy that learns from it
+    """Reasons of dropped groups, by group id."""
+    version: int
+    """Policy version that trains on them."""
     wasted: int
+    """Sampled tokens that train nothing; see `StepMetrics.wasted_tokens`."""
 
     @property
     def usable(self) -> list[Group]:
@@ -113,7 +144,7 @@ class StepBatch(Struct, frozen=True):
 
 
 class TrainingLoop:
-    """`run_blocking` runs blocking work off the event loop."""
+    """Trains a policy on completed groups. `run_blocking` runs trainer steps off the event loop."""
 
     def __init__(
         self,
@@ -142,7 +173,7 @@ class TrainingLoop:
         self._version = 0
 
     async def run(self) -> None:
-        """From wherever the run directory says we are, to the last step."""
+        """Run from the newest checkpoint to the last step."""
         state = await asyncio.to_thread(self._restore)
         await self._begin(state)
         steps_without_reward = 0
@@ -155,10 +186,10 @@ class TrainingLoop:
                 raise NoRewards(
                     f"{MAX_STEPS_WITHOUT_REWARD} steps without a single reward; most failure: {failure}"
                 )
-            del batch  # or it would be held while the next one is read
+            del batch  # frees memory before the next batch is read
 
     async def _begin(self, state: StepState) -> None:
-        """Publish the weights we are at. A gateway that served another run counts on from there."""
+        """Publish the current weights, with a version above those that the gateway served before."""
         async with self._bounded("say which weights it serves"):
             served = await self._gateway.version()
         await asyncio.to_thread(self._choose_base_version, state, served)
@@ -199,11 +230,11 @@ class TrainingLoop:
         if state is None:
             return StepState(0, 0, (), {})
         self._run_state.finish_step(state.step, state.groups, state.trained_rollouts)
-        self._remove_rollouts(state.groups)  # unless it was killed before it could
+        self._remove_rollouts(state.groups)  # the process may have been killed before it did
         return state
 
     def _restore_rollouts(self, done: int) -> None:
-        """Rollouts of steps whose checkpoint is lost are trained again, from the files of those steps."""
+        """Put rollouts of steps whose checkpoint is lost back into the store, to train on them again."""
         for step in self._run.steps():
             if step > done:
                 for finished in self._run.read_rollouts(step):
@@ -274,8 +305,10 @@ class TrainingLoop:
         )
 
     def _checkpoint(self, line: StepMetrics, batch: StepBatch) -> StepMetrics:
-        """Write everything under another name first; the rename is what makes the step done. The line comes
-        back with what became of the published update."""
+        """Write rollouts, weights and checkpoint; returns the metrics with those of the published weights.
+
+        The checkpoint is written under a temporary name. Its rename completes the step.
+        """
         step, version = line.step, line.version
         self._run.check_present()
         self._run.write_rollouts(step, [f for group in batch.groups for f in all_results(group)])
@@ -286,9 +319,9 @@ class TrainingLoop:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         if not self._config.frozen:
-            shutil.rmtree(self._run.weights(version), ignore_errors=True)  # of a crashed try at this step
+            shutil.rmtree(self._run.weights(version), ignore_errors=True)  # left by a crash in this step
             line = structs.replace(line, trainer={**line.trainer, **self._export(version)})
-        self._trainer.save(partial)  # knows what it has published
+        self._trainer.save(partial)  # after the export: the checkpoint includes the published weights' state
         groups = tuple(group.id for group in batch.groups)
         state = StepState(step, version, trained, msgspec.to_builtins(line), groups)
         (partial / STEP_STATE_FILE).write_bytes(msgspec.json.encode(state))
@@ -312,7 +345,7 @@ class TrainingLoop:
         config = self._config
         if config.keep_rollouts_gb is None:
             return
-        # A step whose checkpoint turns out to be damaged is trained again from its file.
+        # Keeps the files that a step with a damaged checkpoint is trained from again.
         least = config.keep_checkpoints + 1
         removed = self._run.prune_rollouts(int(config.keep_rollouts_gb * 1e9), keep_steps=least)
         if removed:
@@ -343,12 +376,12 @@ def all_results(group: Group) -> tuple[RolloutResult, ...]:
 
 
 def staleness(group: Group, version: int) -> int:
-    """How many versions ago the oldest token that would be trained was sampled."""
+    """Largest number of policy versions between sampling and `version`, over trainable tokens."""
     return max((version - span.low for span in _spans([group])), default=0)
 
 
 def mean_staleness(groups: Sequence[Group], version: int) -> float:
-    """The same of all those tokens, on average."""
+    """Mean number of policy versions between sampling and `version`, over trainable tokens."""
     spans = _spans(groups)
     total = sum(span.end - span.start for span in spans)
     return sum((version - span.low) * (span.end - span.start) for span in spans) / max(total, 1)
@@ -408,19 +441,19 @@ def step_metrics(
 
 
 def token_account(batch: StepBatch, report: StepReport) -> TokenAccount:
-    """What became of every token of a step: as the trainer says, and nothing of the groups it did not get."""
+    """Token account of a step: the trainer's account plus the tokens of dropped groups."""
     dropped = count_tokens(f for group in batch.groups if group.id in batch.dropped for f in group.finished)
     trained = report.account or count_tokens(f for group in batch.usable for f in group.finished)
     return trained + dropped.idle(UntrainedReason.DROPPED_GROUP)
 
 
 def mean_metrics(finished: Sequence[RolloutResult]) -> dict[str, float]:
-    """What agents reported beside their rewards, each averaged over those that did."""
+    """Average each agent metric over the rollouts that report it."""
     message: dict[str, list[float]] = {}
     for one in finished:
         for name, value in one.outcome.metrics.items():
             message.setdefault(name, []).append(value)
-    # Divided first: the sum of numbers near the largest float would be infinite.
+    # Divides first, so that the sum of very large numbers does not overflow.
     return {name: math.fsum(v / len(values) for v in values) for name, values in message.items()}
 
 

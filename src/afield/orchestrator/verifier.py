@@ -1,8 +1,9 @@
 """Verifier runner: grades an agent's submission in a separate runtime.
 
-The agent is stopped before its verifier starts, and only the verifier's key may give the session a reward.
-Its verdict reaches the store as any outcome does. A verifier that fails is followed by another one, without
-running the agent again; when the last one fails, the attempt ends with a verifier failure.
+1. The agent is stopped before its verifier starts. Only the verifier's key may give the session a reward.
+2. The verdict reaches the store as an outcome.
+3. A failed verifier is retried without running the agent again. When the last one fails, the attempt ends
+   with a verifier failure.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from afield.types import Attempt, Failure, FailureKind, Reason
 from afield.wire import Submission
 
 log = logging.getLogger("afield.orchestrator.groups")
-APART = 1_000  # distance between the attempt numbers of verifiers; no rollout has so many attempts
+APART = 1_000  # offset between attempt numbers of verifiers; above the number of attempts of any rollout
 LOOK_S = 0.25
 
 
@@ -32,7 +33,7 @@ class VerifierRunner:
         self._verifiers = verifiers
 
     async def submission(self, running: RunningAttempt) -> Submission | None:
-        """The agent's submission, once its session is completed or its process has ended."""
+        """Return the agent's submission; None until its session is completed or its process has ended."""
         if running.exit is None and running.progress.completed_at is None:
             return None
         gateway = self._agents.gateway
@@ -41,9 +42,9 @@ class VerifierRunner:
         )
 
     async def grade(self, running: RunningAttempt, submission: Submission) -> Failure | None:
-        """Run verifiers until one gives a verdict (None), or return the failure of the last one.
+        """Run verifiers until one gives a verdict; returns None, or the failure of the last one.
 
-        A verifier that raises, dies, hangs or gives no verdict is followed by another, up to `max_verdicts`.
+        A verifier that raises, dies, hangs or gives no verdict is retried, up to `max_verdicts` in total.
         """
         left = running.exit
         if left is None or left.failure or left.lingers:
@@ -110,7 +111,7 @@ class VerifierRunner:
             await asyncio.sleep(LOOK_S)
 
     async def _verdict(self, running: RunningAttempt, before: int) -> Failure | None:
-        """The failure of a verifier that has ended; None if it gave a verdict."""
+        """Return the failure of a verifier that has ended; None if it gave a verdict."""
         upload_timeout_s = self._agents.config.deadlines.upload_timeout_s
         end = loop_time() + upload_timeout_s
         while True:
@@ -136,7 +137,7 @@ class VerifierRunner:
 
 
 def _name(attempt: Attempt, n: int) -> Attempt:
-    """Runtimes launch a name once, so every verifier has its own."""
+    """Attempt name of the n-th verifier; runtimes launch each name once."""
     return Attempt(attempt.rollout_id, attempt.n + APART * (n - 1))
 
 

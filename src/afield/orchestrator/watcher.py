@@ -4,7 +4,7 @@
 2. Sweeps of the store find decisions whose hints were lost.
 3. The gateway's session states show agents that are dead, silent or over a deadline.
 
-All three only wake the task that waits for an attempt; that task reads the decision from the store.
+Each only wakes the task that waits for an attempt; that task reads the decision from the store.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HINT_WAIT_S = 1.0
 AT_A_LOOK = 5_000  # sessions per request for states
 LOOKS = 10  # watch intervals after which a request for states is abandoned
 SWEEPING = 0.8  # share of the poll interval that is slept; the rest is for the sweep itself
-APART_S = 60.0  # seconds for which a session that breaks requests about many is left out
+APART_S = 60.0  # seconds for which a session that breaks batch requests is left out
 
 
 class RunningAttempt:
@@ -40,7 +40,7 @@ class RunningAttempt:
     ) -> None:
         self.pending = PendingAttempt(rollout, attempt)
         self.runtime_attempt = place or attempt
-        """Name of the attempt in its runtime; verifiers have one of their own."""
+        """Attempt as the runtime knows it; verifiers have their own."""
         self.progress = Progress(rollout_started_at=rollout_started_at)
         self.changed = asyncio.Event()
         """Set whenever the attempt should be examined again."""
@@ -48,11 +48,11 @@ class RunningAttempt:
         self.launch_requested = False
         self.verifier_attempt: Attempt | None = None
         self.abandon_failure: Failure | None = None
-        """Why the attempt is abandoned: a deadline or a cancellation."""
+        """Why the attempt is abandoned: a deadline or a cancellation. None while it is not."""
         self.decision: OutcomeRecord | Fence | None = None
         """The committed outcome or fence, once it was read from the store."""
         self.excused_s = 0.0
-        """Seconds for which the gateway reported no state of this session alone."""
+        """Seconds by which deadlines were extended because this session was left out of batch requests."""
         self.decision_error = ""
         """Why the stored outcome cannot be read."""
         self.throttle_message = ""
@@ -60,7 +60,7 @@ class RunningAttempt:
         self.wait_error = ""
         """Why the runtime cannot report the end."""
         self.draw = attempt.session_id
-        """Name of the random numbers, see `SessionSpec.draw`."""
+        """Key of the random numbers, see `SessionSpec.draw`."""
         self._limit: asyncio.Timeout | None = None
 
     @property
@@ -79,7 +79,7 @@ class RunningAttempt:
 
     @asynccontextmanager
     async def bounded(self, seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
-        """`asyncio.timeout` that `abandon` cuts short."""
+        """Like `asyncio.timeout`, but expires at once on `abandon`."""
         async with asyncio.timeout(seconds) as limit:
             outer, self._limit = self._limit, limit
             try:
@@ -109,23 +109,23 @@ class AttemptWatcher:
         self._run_state = run_state
         self._gateway_calls = gateway_calls
         self._store_calls = store_calls
-        self._apart: dict[tuple[str, str], float] = {}  # what is not asked about a session, and until when
+        self._apart: dict[tuple[str, str], float] = {}  # (request, session id) left out until this time
         self.running: dict[str, RunningAttempt] = {}
         self.used: list[Attempt] = []
         self._until = 0.0
-        self._hearing = asyncio.Lock()  # from taking hints until it is known what becomes of each
-        self._silent_since: float | None = None  # the gateway
+        self._hearing = asyncio.Lock()  # held from receiving hints until they are sorted
+        self._silent_since: float | None = None  # start of the gateway's outage
 
     def chores(self) -> tuple[Coroutine[None, None, None], ...]:
         """The three background tasks of the watcher."""
         return self._listen(), self._sweep(), self._watch()
 
     def inherit(self) -> None:
-        """Wait in `flush` for hints that a dead collector leased."""
+        """Make `flush` wait for hints that a dead collector leased."""
         self._until = max(self._until, asyncio.get_running_loop().time() + self._transport.held_s)
 
     async def flush(self) -> None:
-        """Acknowledge the hints of all decided attempts, also those that a dead collector leased."""
+        """Acknowledge the hints of all decided attempts, including those leased by a dead collector."""
         clock = asyncio.get_running_loop().time
         try:
             while True:
@@ -148,7 +148,7 @@ class AttemptWatcher:
             return await self._transport.hints(self._config.exp_id, wait_s)
 
     async def _acknowledge(self) -> None:
-        """Acknowledge used hints; those of a failed call are kept for the next one."""
+        """Acknowledge used hints; after an error they are kept for the next call."""
         used, self.used = self.used, []
         if not used:
             return
@@ -160,7 +160,7 @@ class AttemptWatcher:
             raise
 
     async def _sort(self, hinted: Sequence[Attempt]) -> None:
-        """Wake attempts that are hinted; hints of this run's earlier attempts are acknowledged."""
+        """Wake running attempts with a hint; mark hints of this run's earlier attempts as used."""
         for attempt in hinted:
             if running := self.running.get(attempt.session_id):
                 running.changed.set()
@@ -223,7 +223,7 @@ class AttemptWatcher:
                     running.abandon(failure)
 
     async def _alive(self, states: dict[str, SessionState]) -> set[str]:
-        """Sessions without heartbeats whose runtime says that they run: busy, not dead."""
+        """Sessions without heartbeats that their runtime reports as running."""
         if not self._runtime.capabilities.tells_end:
             return set()
         silent = [
@@ -248,7 +248,7 @@ class AttemptWatcher:
             return Phase.UNKNOWN
 
     def _asked(self, what: str, session_id: str) -> bool:
-        """False while the session is left out of requests about many."""
+        """Whether a batch request includes the session."""
         until = self._apart.get((what, session_id))
         if until is not None and asyncio.get_running_loop().time() >= until:
             del self._apart[what, session_id]
@@ -275,7 +275,7 @@ class AttemptWatcher:
         self._excuse(apart, seconds)
 
     async def _states(self, session_ids: Sequence[str]) -> dict[str, SessionState]:
-        """Session states; empty while the gateway is silent, and an Outage after `unavailable_timeout_s`."""
+        """Read session states; empty during a gateway outage, Outage after `unavailable_timeout_s`."""
         clock = asyncio.get_running_loop().time
         began, limit_s = clock(), LOOKS * self._config.watch_interval_s
         found: dict[str, SessionState] = {}
