@@ -52,7 +52,7 @@ def random_id() -> str:
 
 
 class RuntimeVersion:
-    """One version of an agent runtime."""
+    """Version of an agent runtime."""
 
     def __init__(self, number: int, settings: RuntimeSettings, image: AgentImage) -> None:
         self.number, self.settings, self.image = str(number), settings, image

@@ -1,7 +1,8 @@
 """Hosts of session programs: plain processes, or sandboxes.
 
 1. `ProcessHosts`: plain processes share everything with this machine except their environment. Each serves a
-socket that was opened for it, whatever port it asks for. It ends with this server, including its daemons.
+socket that was opened for it, instead of the port that it asks for. It ends with this server, including its
+daemons.
 2. `SandboxHosts`: sandboxed programs see the system, the Python environment and their own folder read-only,
 and reach only allowed addresses. One fork server per image forks them.
 """

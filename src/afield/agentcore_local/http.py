@@ -32,7 +32,7 @@ MAX_READ = 1_000_000_000
 
 
 class ApiRequest:
-    """One request to the server, with its response."""
+    """Request to the server, with its response."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.method: str = scope["method"]

@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def serve_on(listener: socket.socket) -> None:
-    """Make all uvicorn servers of this process serve `listener`, whatever port they ask for."""
+    """Make all uvicorn servers of this process serve `listener` instead of the port they ask for."""
     plain = uvicorn.Server.startup
 
     async def startup(self: uvicorn.Server, sockets: list[socket.socket] | None = None) -> None:

@@ -4,7 +4,7 @@
     async with AgentCoreServer(options) as server:
         boto3.client("bedrock-agentcore", endpoint_url=server.url, ...)
 
-`FilterLogEvents` finds log streams by the prefix `YYYY/MM/DD/[runtime-logs-SESSION]`, whatever the day;
+`FilterLogEvents` finds log streams by the prefix `YYYY/MM/DD/[runtime-logs-SESSION]` and ignores the date;
 patterns and times are not modelled. `/_acr/sessions` and `/_acr/stats` show sessions and counters.
 """
 

@@ -72,12 +72,14 @@ class SessionSpec(Struct, frozen=True, kw_only=True):
 
 
 class _Ping(Struct, frozen=True):
+    """Answer to `/ping`."""
+
     status: str = ""
     time_of_last_update: float | None = None
 
 
 class LocalSession:
-    """One session."""
+    """Session of the server."""
 
     def __init__(self, key: Key, wanted: SessionSpec) -> None:
         loop = asyncio.get_running_loop()

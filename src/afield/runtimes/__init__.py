@@ -1,1 +1,1 @@
-"""Runtimes: where agents run. One module or package per runtime, all behind `interfaces.runtime`."""
+"""Runtimes: one module or package each, all behind `interfaces.runtime`."""

@@ -1,4 +1,4 @@
-"""Inline runtime: runs agents in threads of this process, for notebooks and tests.
+"""Inline runtime: agents in threads of this process, for notebooks and tests.
 
 `stop` cancels async agents. A sync agent runs in a thread, which cannot be killed: it runs until it returns,
 and the fence rejects its outcome. Agents die with this process.

@@ -81,16 +81,22 @@ def _pipe_with(data: bytes) -> int:
 
 
 class AgentWorker:
-    """One process that serves an agent."""
+    """Worker process that serves an agent."""
 
     def __init__(self, name: str, log: Path) -> None:
         self.name = name
         self.sessions: set[str] = set()
+        """Ids of the sessions that hold a slot."""
         self.accepted: set[str] = set()
+        """Ids of the sessions whose payload the worker has accepted."""
         self.served = 0
+        """Number of sessions accepted so far."""
         self.retired = False
+        """Whether the worker gets no new sessions."""
         self.ready = False
+        """Whether the worker serves requests."""
         self.start_error: InfrastructureFailure | None = None
+        """Why the worker failed to start; None if it has not."""
         self._killed = False
         self._reaped = False
         self.log = log

@@ -1,4 +1,4 @@
-"""Session registry of a run: running sessions and the controllers that own them.
+"""Session registry of a run: running sessions and their controllers.
 
 1. A session is recorded before its launch and removed when it has ended, so that a killed controller leaves a
 row for each session that may still run.
@@ -82,7 +82,7 @@ class ProcessRef(Struct, frozen=True):
 
 
 class SessionEntry(Struct, frozen=True, kw_only=True):
-    """One row of the registry."""
+    """Row of the registry."""
 
     session_id: str
     """Id of the attempt's session."""

@@ -36,20 +36,24 @@ NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
 class AgentServer:
-    """One agent server and the sessions assigned to it.
-
-    `accepted` maps session ids to the server instance that accepted them, "" if unknown.
-    """
+    """Agent server and the sessions assigned to it."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.reserved: set[str] = set()
+        """Ids of sessions that are being posted."""
         self.accepted: dict[str, str] = {}
+        """Instance id of the server by accepted session; empty if the server sends none."""
         self.has_sessions = asyncio.Event()
+        """Wakes the poll task when there are sessions."""
         self.ping_lock = asyncio.Lock()
+        """Lets concurrent callers share a ping."""
         self.avoided_until = 0.0
+        """Loop time until which the server is the last choice."""
         self.unreachable_since: float | None = None
+        """Loop time of the first failed ping; None while the server answers."""
         self.last_ping: tuple[float, PingResponse] | None = None
+        """Loop time and content of the last answer."""
 
     @property
     def load(self) -> int:

@@ -89,7 +89,7 @@ class Tasks:
                 os.chdir(task.cwd)
             confine(self._start)
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-            environment = {**os.environ, **self._start.env, **task.env}  # noqa: TID251 - the cell's own
+            environment = {**os.environ, **self._start.env, **task.env}  # noqa: TID251 - environment of the sandbox
             os.execvpe(task.argv[0], task.argv, environment)
         except OSError as error:
             os.write(2, f"{task.cwd or task.argv[0]}: {error.strerror}\n".encode())

@@ -1,4 +1,4 @@
-"""Fork server: forks isolated sandboxes from a parent that has loaded the program.
+"""Fork server: forks isolated sandboxes from a process with the loaded program.
 
 1. Each sandbox has its own namespaces, sees the system, this Python and the agent's folder read-only, and
 reaches only allowed addresses.

@@ -1,7 +1,8 @@
-"""Init process of a sandbox: sets up namespaces, starts the program, reaps, logs.
+"""Init process of a sandbox: sets up namespaces and starts the program.
 
-It also hands out sockets of the sandbox's network and runs commands on request. Processes in the sandbox
-cannot signal, trace or read it. When it ends, the kernel ends all other processes in the sandbox.
+It reaps processes, bounds the log, hands out sockets of the sandbox's network and runs commands on request.
+Processes in the sandbox cannot signal, trace or read it. When it ends, the kernel ends all other processes in
+the sandbox.
 """
 
 from __future__ import annotations

@@ -349,7 +349,10 @@ def receive(sock: socket.socket) -> Received | None:
 
 
 class Channel:
-    """One end of a socket in an event loop. `told` gets each message; `closed` is called once."""
+    """End of a message socket in an event loop.
+
+    `told` gets each message; `closed` is called once, when the other side closes.
+    """
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ def bear(start: Start, *, output: int, listener: socket.socket | None = None) ->
         os.dup2(fd, to)
     os.close(nothing)
     os.close(output)
-    os.environ.update(start.env)  # noqa: TID251 - the cell's own, not a setting of ours
+    os.environ.update(start.env)  # noqa: TID251 - environment of the sandbox
     _reseed()
     confine(start, listener)
 

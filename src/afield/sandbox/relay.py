@@ -1,7 +1,8 @@
-"""Byte relay between a sandbox and its allowed addresses, and to its port.
+"""Byte relay between a sandbox and its allowed addresses.
 
-Each direction closes on its own (half-close). Buffers and the number of connections per sandbox are bounded;
-further connections are closed at once.
+It also forwards connections from this machine to the sandbox's port. Each direction closes on its own
+(half-close). Buffers and the number of connections per sandbox are bounded; further connections are closed at
+once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ BUFFER = 128 * 1024
 
 
 class _Half(asyncio.Protocol):
-    """One side of a connection; forwards received data to the other side."""
+    """Side of a connection; forwards received data to the other side."""
 
     def __init__(self, ended: Callable[[], None]) -> None:
         self.transport: asyncio.Transport | None = None

@@ -58,7 +58,7 @@ LINE_S = 10.0
 
 
 class SupervisedProcess:
-    """One sandbox, from its request until it is cleaned up.
+    """Sandbox from its request until it is cleaned up.
 
     `tell` sends messages to the controller: Started once, Gone once after a successful start, and Done for
     each task.

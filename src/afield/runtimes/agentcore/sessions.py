@@ -38,13 +38,15 @@ class InvokeState(StrEnum):
     """Progress of a session."""
 
     ASKED = "asked"
-    """The call is about to be made; it is unknown whether it arrived."""
+    """The invoke was sent or is about to be; it is unknown whether it arrived."""
     TAKEN = "taken"
+    """The service has answered the invoke."""
     STOPPED = "stopped"
+    """The service has answered a stop."""
 
 
 class AgentCoreSession(Struct, frozen=True, kw_only=True):
-    """One row of the table."""
+    """Row of the table."""
 
     session_id: str
     """Id of the attempt's session."""

@@ -1,6 +1,7 @@
-"""Docker sandbox: runs commands in a fresh container, for verifiers or an agent's output.
+"""Docker sandbox: runs commands in a fresh container.
 
-1. The image needs a shell and `cat`. Commands have no network unless the options name one.
+1. For verifiers or an agent's output. The image needs a shell and `cat`. Commands have no network unless the
+options name one.
 2. `async with` removes the container at its end. A container left by a killed process carries the run's
 labels, and `afield cleanup` removes it like an agent's.
 3. A command that times out is killed with all other processes of the container. While other commands run
@@ -302,7 +303,7 @@ class ContainerSandbox:
 
 
 class _EngineExec:
-    """One exec of the engine, with the connection for its input and output."""
+    """Exec of the engine, with the connection for its input and output."""
 
     def __init__(
         self,

@@ -193,7 +193,7 @@ class ListMeta(Struct, frozen=True, rename="camel"):
 
 
 class ObjectList(Struct, Generic[Item], frozen=True):
-    """One page of a list."""
+    """Page of a list."""
 
     items: list[Item] | None = None
     """Objects of the page; some servers send null for none."""
@@ -202,7 +202,7 @@ class ObjectList(Struct, Generic[Item], frozen=True):
 
 
 class WatchEvent(Struct, frozen=True):
-    """One line of a watch."""
+    """Line of a watch."""
 
     type: str
     """`ADDED`, `MODIFIED`, `DELETED`, `BOOKMARK` or `ERROR`."""

@@ -1,9 +1,10 @@
-"""Jobs and pods of one run, and the sessions that this process follows.
+"""Jobs, pods and sessions of one run on Kubernetes.
 
 1. `PodClient` talks to agents through the API server's pod proxy, and separates its errors from the agent's.
 2. `RunNamespace` creates, finds and deletes the run's Jobs, by label and from any process. It never lists or
 touches Jobs of other runs.
-3. `SessionTracker` keeps the observed state of each session, from one watch on Jobs and one on pods.
+3. `SessionTracker` keeps the observed state of each session that this process follows, from one watch on Jobs
+and one on pods.
 """
 
 from __future__ import annotations
@@ -224,12 +225,19 @@ class KubernetesSession:
     def __init__(self, session_id: str) -> None:
         self.id = session_id
         self.observed = Observed()
+        """Last observed Job and pod."""
         self.changed_event = asyncio.Event()
+        """Set at each change."""
         self.was_ready = False
+        """Whether the pod has been ready."""
         self.accepted = False
+        """Whether the agent has accepted the payload."""
         self.ending = False
+        """Whether the end is being recorded."""
         self.review_timer: asyncio.TimerHandle | None = None
+        """Timer that confirms an end without a final cause; None if there is none."""
         self.log = ""
+        """Saved tail of the log; empty until it is saved."""
 
     @property
     def pod(self) -> Pod | None:

@@ -1,7 +1,7 @@
-"""Fork server of a Ray actor: loads the agent and forks a process per session.
+"""Fork server of a Ray actor: forks a process per session.
 
-`python -m afield.runtimes.ray.fork_server TARGET FD [--memory-mb N] [--log-dir DIR]` talks to its actor over
-the socket FD.
+`python -m afield.runtimes.ray.fork_server TARGET FD [--memory-mb N] [--log-dir DIR]` loads the agent once and
+talks to its actor over the socket FD.
 
 1. A session ends with all its descendants, including daemons: each session adopts its orphans, and this
 process kills those that ended sessions leave.
@@ -54,7 +54,7 @@ _orders = msgspec.json.Decoder(Order)
 
 
 class ForkedSession:
-    """One forked session process."""
+    """Forked process of a session."""
 
     def __init__(self, session_id: str, pid: int, answers: int, log: str, log_fd: int) -> None:
         self.id = session_id

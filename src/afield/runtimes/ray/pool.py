@@ -1,8 +1,8 @@
 """Pool of Ray actors: created as sessions need slots, removed when idle.
 
 1. Each actor has a task for its lifetime. If it dies, its sessions fail with the reason.
-2. An actor starts when a node has room. Sessions wait for a slot for a bounded time; a full cluster raises
-RateLimited, which is no failure.
+2. An actor starts when a node has free resources. Sessions wait for a slot for at most SLOT_TIMEOUT_S
+seconds; a full cluster raises RateLimited, which is no failure.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ async def create_actor(
     settings: ForkServerSettings,
     runtime_env: Mapping[str, Any],
 ) -> ActorHandle:
-    """Request an actor, which starts when a node has room.
+    """Request an actor, which starts when a node has free resources.
 
     Actors are spread over nodes, so that a lost node costs few sessions.
     """
@@ -170,12 +170,19 @@ class PooledActor:
     def __init__(self, name: str, slots: int) -> None:
         self.name = name
         self.slots = slots
+        """Number of concurrent sessions."""
         self.handle: ActorHandle | None = None
+        """Client of the actor; None until it is requested."""
         self.ready = False
+        """Whether the actor has loaded the agent and accepts sessions."""
         self.where = ""
+        """Host name and process id; empty until it is ready."""
         self.problem = ""
+        """Why the actor failed; empty if it has not."""
         self.sessions: set[str] = set()
+        """Ids of the sessions that hold a slot."""
         self.used_at = asyncio.get_running_loop().time()
+        """Loop time of the last use, in seconds."""
 
     @property
     def free_slots(self) -> int:
