@@ -87,8 +87,9 @@ class ProgramHost(Protocol):
         ...
 
     def run(self, command: str, timeout_s: float) -> AsyncGenerator[CommandOutput | CommandExit]:
-        """Run a shell command next to the program; yields its output, then a CommandExit. Raises HostError if
-        the host is gone.
+        """Run a shell command next to the program; yields its output, then a CommandExit.
+
+        Raises HostError if the host is gone.
         """
         ...
 

@@ -101,8 +101,9 @@ class ApiRequest:
             pass
 
     async def cut(self) -> None:
-        """Abort the connection, as a network failure would. ASGI cannot do that, so this uses uvicorn's
-        transport.
+        """Abort the connection, as a network failure would.
+
+        ASGI cannot do that, so this uses uvicorn's transport.
         """
         cycle = getattr(self._send, "__self__", None)
         transport = getattr(cycle, "transport", None)
@@ -153,8 +154,9 @@ class Reply:
 async def ask(
     stream: Stream, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
 ) -> AsyncIterator[Reply]:
-    """Send one HTTP/1.1 request on its own connection; raises one of BROKEN if there is no readable
-    response.
+    """Send one HTTP/1.1 request on its own connection.
+
+    Raises one of BROKEN if there is no readable response.
     """
     reader, writer = stream
     try:

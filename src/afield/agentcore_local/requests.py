@@ -48,8 +48,9 @@ Tags = Annotated[
 
 
 class ApiShape(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """Base of request bodies: camelCase names on the wire; unknown fields are ignored, as the service
-    does.
+    """Base of request bodies, with camelCase names on the wire.
+
+    Unknown fields are ignored, as in the service.
     """
 
 

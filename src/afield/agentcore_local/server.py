@@ -325,8 +325,9 @@ class AgentCoreServer:
         *,
         http: Literal["auto", "h11", "httptools"] = "auto",
     ) -> None:
-        """Without `listener`, listen on a free port of 127.0.0.1. `http` is uvicorn's HTTP parser; `auto`
-        prefers httptools.
+        """Without `listener`, the server listens on a free port of 127.0.0.1.
+
+        `http` is uvicorn's HTTP parser; `auto` prefers httptools.
         """
         self._http: Literal["auto", "h11", "httptools"] = http
         self._options = options

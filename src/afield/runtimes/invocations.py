@@ -128,8 +128,9 @@ async def _read_body(response: aiohttp.ClientResponse) -> bytes:
 
 
 def failure_of(attempt: Attempt, status: int, said: str) -> RolloutFailure:
-    """Map an agent's error status to a failure: most 4xx statuses are task failures, all others
-    infrastructure failures.
+    """Map an agent's error status to a failure.
+
+    Most 4xx statuses are task failures; all others are infrastructure failures.
     """
     kind = TaskFailure if 400 <= status < 500 and status not in WRONG_SERVER | BUSY else InfrastructureFailure
     return kind(_message(attempt, status, said), Reason.LAUNCH)

@@ -108,8 +108,9 @@ class SessionEntry(Struct, frozen=True, kw_only=True):
 
 
 class SessionRegistry:
-    """SQLite table of sessions and controllers, opened at first use. Each call is one transaction of some
-    tens of microseconds.
+    """SQLite table of sessions and controllers, opened at first use.
+
+    Each call is one transaction of some tens of microseconds.
     """
 
     def __init__(self, path: Path) -> None:
@@ -214,8 +215,9 @@ class TrackedRuntime:
         return self
 
     def _check_orphans(self) -> None:
-        """Raise UsageError while sessions of a dead controller may run in another kind of runtime, which this
-        runtime cannot stop.
+        """Raise UsageError while sessions of a dead controller may run in another runtime.
+
+        This runtime could not stop them.
         """
         left = [e for e in self._registry.entries() if e.orphan and e.outlives and e.runtime != self._name]
         if left:

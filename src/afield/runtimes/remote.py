@@ -267,8 +267,9 @@ class RemoteRuntime:
         raise InfrastructureFailure(said, Reason.LAUNCH)
 
     async def _post(self, address: AgentServer, attempt: Attempt, payload: dict[str, Any]) -> str:
-        """Post with one retry at the same server only: it may have accepted the first request, and the
-        attempt must not run twice.
+        """Post with one retry, at the same server.
+
+        The server may have accepted the first request, and the attempt must not run twice.
         """
         for last in (False, True):
             try:
@@ -359,8 +360,9 @@ class RemoteRuntime:
                 self._attempts.record_exit(session_id, failed_exit(said, Reason.DIED))
 
     async def _recent_ping(self, address: AgentServer) -> PingResponse | None:
-        """Ping answer of at most one poll interval ago; None if the server does not answer. Concurrent
-        callers share one request.
+        """Ping answer of at most one poll interval ago; None if the server does not answer.
+
+        Concurrent callers share one request.
         """
         async with address.ping_lock:
             now = asyncio.get_running_loop().time()

@@ -93,8 +93,9 @@ class Group(Struct, frozen=True):
             (place / "cgroup.procs").write_text(str(pid))
 
     def notes(self) -> tuple[bool, tuple[str, ...]]:
-        """Return whether the kernel killed a process for lack of memory, and messages about limits that were
-        reached.
+        """Report limits that were reached.
+
+        Returns whether the kernel killed a process for lack of memory, and messages.
         """
         killed = self._count(
             "memory", "memory.events" if self.version == 2 else "memory.oom_control", "oom_kill"

@@ -237,8 +237,9 @@ class ForkServer:
         return started  # may have ended already
 
     def _port(self, doors: Sequence[Address]) -> int:
-        """Port of the program; differs from all allowed ports, since both listen in the sandbox. 0 if it
-        serves none.
+        """Choose the program's port; 0 if it serves none.
+
+        It must differ from all allowed ports, because the sandbox listens on those, too.
         """
         program, taken = self._program, {port for _, port in doors}
         if program.empty or not program.port:

@@ -166,8 +166,9 @@ def _importable(name: str) -> bool:
 
 
 def _tried(names: Sequence[str], libraries_only: bool) -> list[str]:
-    """Names that a throwaway process imports within PREWARM_S seconds; skips a module that ends the
-    process.
+    """Names that a throwaway process imports within PREWARM_S seconds.
+
+    A module that ends the process is skipped.
     """
     good: list[str] = []
     deadline = time.monotonic() + PREWARM_S
@@ -185,8 +186,9 @@ def _tried(names: Sequence[str], libraries_only: bool) -> list[str]:
 
 
 def _trial(names: Sequence[str], libraries_only: bool, deadline: float) -> bytes:
-    """Import names in a child process; returns one report byte per name. The child is killed at the
-    deadline.
+    """Import names in a child process, which is killed at the deadline.
+
+    Returns one report byte per name.
     """
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:

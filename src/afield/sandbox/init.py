@@ -120,8 +120,9 @@ class InitProcess:
         self._notices: Notices | None = None
 
     def prepare(self) -> socket.socket | None:
-        """Set up network and mounts, and wait for the limits. Returns the listening socket for a target, else
-        None.
+        """Set up network and mounts, and wait for the limits.
+
+        Returns the listening socket for a target, else None.
         """
         prctl(PR_SET_DUMPABLE, 0)
         start, program = self._start, self._load.program

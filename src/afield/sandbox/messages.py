@@ -244,8 +244,9 @@ class Kill(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Line(Struct, frozen=True, kw_only=True, tag=True):
-    """Supervisor to sandbox and back: an unconnected socket of the sandbox's network; the answer carries
-    it.
+    """Supervisor to sandbox: request a socket of the sandbox's network.
+
+    The sandbox answers with the same message, which carries an unconnected socket.
     """
 
     id: int

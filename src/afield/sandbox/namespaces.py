@@ -35,8 +35,9 @@ def enter() -> None:
 
 
 def furnish(limits: ResourceLimits, mounted: Sequence[str], hosts: str, *, image: bool) -> None:
-    """Mount scratch directories, /dev/pts, /proc and /etc/hosts, on an image's root file system if
-    `image`.
+    """Mount scratch directories, /dev/pts, /proc and /etc/hosts.
+
+    With `image`, the image's root file system becomes the root.
     """
     syscalls.mount("none", "/", flags=syscalls.REC | syscalls.PRIVATE)
     size = (
@@ -95,11 +96,10 @@ def listener(address: str, port: int) -> socket.socket:
 
 
 def keep_only(kept: set[int]) -> None:
-    """Replace all descriptors above stderr except `kept`: reopen regular files read-only, point others to
-    /dev/null.
+    """Replace all file descriptors above stderr except `kept`.
 
-    They are not closed, because objects that own them would later close unrelated descriptors with the same
-    number.
+    Regular files are reopened read-only, others point to /dev/null. They are not closed, because objects that
+    own them would later close unrelated descriptors with the same number.
     """
     nothing = os.open(os.devnull, os.O_RDWR)
     for entry in list(Path("/proc/self/fd").iterdir()):

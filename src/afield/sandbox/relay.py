@@ -106,8 +106,9 @@ class Relay:
         await self._serve(out, f"{host}:{port}", sock=listener)
 
     async def port(self, path: Path, made: Callable[[], Awaitable[socket.socket]], port: int) -> None:
-        """Forward connections to the Unix socket `path` to the sandbox's `port`; `made` creates a socket in
-        its network.
+        """Forward connections from the Unix socket `path` to the sandbox's `port`.
+
+        `made` creates a socket in the sandbox's network.
         """
 
         async def into(half: Callable[[], _Half]) -> None:

@@ -98,8 +98,9 @@ def supported() -> bool:
 
 
 def install(*, listen: bool) -> int:
-    """Install the filter for this process and its descendants; returns the listener's descriptor, or -1
-    without `listen`.
+    """Install the filter for this process and its descendants.
+
+    Returns the listener's descriptor, or -1 without `listen`.
     """
     steps = _program(os.uname().machine, listen)
     code = b"".join(struct.pack("HBBI", *step) for step in steps)
@@ -150,8 +151,9 @@ def _sockets() -> list[Step]:
 
 
 def _when(number: int, argument: int, then: list[Step]) -> list[Step]:
-    """Instructions for one system call that test the lower half of an argument; allows the call if `then`
-    falls through.
+    """Instructions for one system call that test the lower half of an argument.
+
+    The call is allowed if `then` falls through.
     """
     inner = [_load(ARGUMENTS + 8 * argument), *then, _answer(ALLOW)]
     return [(EQUAL, 0, len(inner), number), *inner]
@@ -259,8 +261,9 @@ class Notices:
 
 
 def _unwritable(path: Path) -> bool:
-    """Whether a path, or its nearest existing parent, is on a read-only mount; character devices stay
-    writable.
+    """Whether a path, or its nearest existing parent, is on a read-only mount.
+
+    Character devices stay writable.
     """
     while True:
         try:

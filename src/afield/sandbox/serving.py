@@ -21,8 +21,9 @@ from afield.sdk.serve import load
 
 
 class Prepared:
-    """App and uvicorn configuration, loaded before the fork. Anything unique to a session is done after
-    it.
+    """App and uvicorn configuration, loaded before the fork.
+
+    State that is unique to a session is created after the fork.
     """
 
     def __init__(self, app: Entrypoints) -> None:

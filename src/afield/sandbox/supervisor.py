@@ -135,8 +135,9 @@ class SupervisedProcess:
         return problem
 
     async def _rise(self, warm: Channel) -> str:
-        """Wait until namespaces and limits exist, and let the program start; returns the problem, empty on
-        success.
+        """Wait until namespaces and limits exist, and let the program start.
+
+        Returns the problem, empty on success.
         """
         if self._closed.is_set():
             return self._why()
@@ -203,8 +204,9 @@ class SupervisedProcess:
             self._closed.set()
 
     async def bury(self) -> tuple[bool, tuple[str, ...]]:
-        """Kill the sandbox and remove sockets and groups. Returns whether memory ran out, and messages about
-        limits.
+        """Kill the sandbox and remove its sockets and groups.
+
+        Returns whether memory ran out, and messages about limits.
         """
         self.kill()
         if self._channel is not None:
@@ -279,9 +281,7 @@ class SupervisedProcess:
 
 
 async def _ended(pidfd: int) -> bool:
-    """Wait until a process has ended; returns False after DYING_S seconds, so that others need not wait for
-    it.
-    """
+    """Wait until a process has ended; returns False after DYING_S seconds."""
     gone = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_reader(pidfd, gone.set)

@@ -197,8 +197,9 @@ class AgentCoreRuntime:
         return None
 
     async def wait(self, attempt: Attempt) -> Exit:
-        """Wait until the session is stopped or the runtime is closed: AgentCore does not report an agent's
-        end.
+        """Wait until the session is stopped or the runtime is closed.
+
+        AgentCore does not report an agent's end.
         """
         return await self._attempts.wait(attempt.session_id)
 

@@ -88,8 +88,9 @@ class SessionTable:
         self._db.close()
 
     def note(self, entry: AgentCoreSession, most: int) -> AgentCoreSession | None:
-        """Record a session before it is invoked. Returns the existing row if there is one, and None if `most`
-        sessions are alive.
+        """Record a session before it is invoked.
+
+        Returns the existing row if there is one, and None if `most` sessions are alive.
         """
 
         with self._db.transaction() as db:

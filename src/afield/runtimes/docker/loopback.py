@@ -96,8 +96,9 @@ class LoopbackRelays:
         await asyncio.gather(*self._links, return_exceptions=True)
 
     async def open(self, gateway: str, subnet: str, ports: set[int]) -> bool:
-        """Listen on `gateway` for each of `ports`; returns False if `gateway` is not an address of this
-        machine.
+        """Listen on `gateway` for each of `ports`.
+
+        Returns False if `gateway` is not an address of this machine.
         """
         async with self._opening:
             return all([await self._open(gateway, subnet, port) for port in sorted(ports)])

@@ -59,8 +59,9 @@ SOON_S = 0.1
 
 
 class RunContainers:
-    """Containers of one run, by session id. Never touches a container of another run, even with the same
-    session id.
+    """Containers of one run, by session id.
+
+    Never touches a container of another run, even with the same session id.
     """
 
     def __init__(self, engine: DockerEngine, options: ContainerOptions, run: str, log_dir: Path) -> None:

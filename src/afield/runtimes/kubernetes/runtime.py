@@ -252,8 +252,9 @@ class KubernetesRuntime:
         )
 
     async def adopt(self, attempt: Attempt) -> bool | None:
-        """None if the pod exists but does not answer, or the cluster is unavailable; the session is followed
-        anyway.
+        """None if the pod exists but does not answer, or if the cluster is unavailable.
+
+        The session is followed in both cases.
         """
         session_id = attempt.session_id
         if self._attempts.is_running(session_id):

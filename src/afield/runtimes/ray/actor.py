@@ -145,8 +145,9 @@ class ForkServerActor:
         return [self._info(session_id, session) for session_id, session in self._sessions.items()]
 
     async def over(self) -> str:
-        """Wait until the fork server has ended; returns why. The pending call also reveals the actor's own
-        death.
+        """Wait until the fork server has ended; returns why.
+
+        A pending call also reveals the actor's own death.
         """
         await self.ready()
         if self._reading is not None:

@@ -68,11 +68,11 @@ class ResourceRequest(Struct, frozen=True, kw_only=True):
 
 
 def resource_request(options: RayOptions, nodes: list[Mapping[str, float]]) -> ResourceRequest:
-    """Compute the resources of an actor: as many sessions as fit into one CPU, fewer if no node has that
-    much.
+    """Compute the resources of an actor.
 
-    GPUs and custom resources are not divided: each session that requests them has its own actor. Raises
-    UsageError if no node is large enough.
+    An actor has as many sessions as fit into one CPU, fewer if no node has that much. GPUs and custom
+    resources are not divided: each session that requests them has its own actor. Raises UsageError if no node
+    is large enough.
     """
     _check_amounts(options)
     slots = 1

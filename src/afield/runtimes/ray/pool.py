@@ -232,8 +232,9 @@ class ActorPool:
         return {place.name for place in self._actors}
 
     async def check(self) -> None:
-        """Wait until an actor has loaded the agent; raises UsageError if it fails. A full cluster only causes
-        a warning.
+        """Wait until an actor has loaded the agent; raises UsageError if it fails.
+
+        A full cluster only causes a warning.
         """
         self._need = resource_request(self._options, await self._cluster.run(self._cluster.nodes))
         places = list(self._actors) or [self._spawn()]
@@ -351,8 +352,9 @@ class ActorPool:
         )
 
     async def _serve(self, place: PooledActor, handle: ActorHandle) -> None:
-        """Wait until the actor has been idle for `idle_s` seconds; raises ActorLost if it dies or cannot
-        serve.
+        """Wait until the actor has been idle for `idle_s` seconds.
+
+        Raises ActorLost if it dies or cannot serve.
         """
         standing: ActorStatus | None = await self._unless_idle(place, handle.ask("ready"))
         if standing is None:
