@@ -1,4 +1,4 @@
-"""The gateway: model APIs for agents, token ids for engines, a durable record of both.
+"""Gateway: model APIs for agents, with a durable record of tokens.
 
 A request passes through `app` (HTTP), `dialects` (one per API), `calls` (one model call), `prompts`
 (parent turn and token ids), `sessions` (phases and budgets) and `store` (SQLite).

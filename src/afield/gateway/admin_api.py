@@ -1,4 +1,7 @@
-"""Admin API: sessions, turns, trajectories, keys, engines, policy. See docs/reference/http-api.md."""
+"""Admin API: sessions, turns, trajectories, keys, engines, policy.
+
+See docs/reference/http-api.md.
+"""
 
 from __future__ import annotations
 
@@ -25,40 +28,68 @@ Answer = tuple[int, Any]
 Handler = Callable[[LocalGateway, str, bytes, dict[str, str]], Awaitable[Answer]]
 log = logging.getLogger("afield.gateway")
 MAX_WAIT_S = 300.0
+"""Maximum duration of a `wait` request, in seconds."""
 MAX_STATES = 5_000
+"""Maximum of session ids in one `states` request."""
 
 
 class RewardBody(Struct):
+    """Body of `POST /sessions/ID/reward`."""
+
     reward: Any
+    """Value of the reward."""
     name: str | None = None
+    """Name of the reward; None for the main reward."""
     turn: str | None = None
+    """Turn that is rewarded; None for the whole attempt."""
 
 
 class CompleteBody(Struct):
+    """Body of `POST /sessions/ID/complete`."""
+
     reward: Any = None
+    """Reward of the attempt; None for none."""
     metrics: dict[str, float] = {}
+    """Metrics by name."""
 
 
 class AbortBody(Struct):
+    """Body of `POST /sessions/ID/abort`."""
+
     reason: str = ""
+    """Reason, for the record."""
 
 
 class StatesBody(Struct):
+    """Body of `POST /sessions/states`."""
+
     ids: list[str]
+    """Session ids."""
 
 
 class PolicyBody(Struct):
+    """Body of `POST /policy`."""
+
     version: int
+    """Version of the weights."""
     path: str = ""
+    """Model directory from which engines load the weights; empty if they have them."""
 
 
 class PauseBody(Struct):
+    """Body of `POST /policy/pause`."""
+
     in_flight: Literal["keep", "drain", "resume"] = "keep"
+    """Handling of running calls; see `EnginePool.pause`."""
 
 
 class EngineBody(Struct):
+    """Body of `POST /engines`."""
+
     kind: str
+    """Engine kind, such as `vllm`."""
     url: str
+    """Engine URL."""
 
 
 def encode_error(error: ApiError) -> dict[str, Any]:
@@ -73,8 +104,12 @@ async def handle(gateway: LocalGateway, scope: Scope, path: str, body: bytes) ->
 
 
 class SessionRoute(Struct, frozen=True):
+    """Route under a session's base URL."""
+
     needs: KeyScope
+    """Scope that the key needs."""
     handler: Handler
+    """Handler of the route."""
 
 
 async def handle_session(
@@ -309,7 +344,7 @@ ROUTES: list[tuple[str, re.Pattern[str], Handler]] = [
         ("GET", "/metrics/snapshot", snapshot),
     )
 ]
-# Routes under a session's base URL, and the scope that each needs.
+# Routes under a session's base URL, with the key scope that each needs.
 SESSION_ROUTES: dict[tuple[str, str], SessionRoute] = {
     ("POST", "/alive"): SessionRoute(KeyScope.INFER, alive),
     ("POST", "/reward"): SessionRoute(KeyScope.REWARD, reward),

@@ -58,7 +58,8 @@ _BARE = re.compile(
 )
 # A repeated version prefix: the last one is the client's, the others come from the base URL.
 _DOUBLED = re.compile(r"^(/v1|/v1beta)+(?=/v1/|/v1beta/)")
-LARGE = 512 * 1024  # bytes; larger bodies are decoded in a thread
+LARGE = 512 * 1024
+"""Size of a body above which it is decoded in a thread, in bytes."""
 _AGENT = ("/v1/", "/v1beta/")
 PATH_KEY = "afield.path_key"
 KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key"})
@@ -86,6 +87,8 @@ def _request_line(scope: Scope) -> str:
 
 
 class GatewayApp:
+    """ASGI application of a gateway."""
+
     def __init__(self, gateway: LocalGateway) -> None:
         self._gateway = gateway
         self._dialects = Dialects(gateway.tokenizer)

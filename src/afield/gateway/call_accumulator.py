@@ -13,6 +13,8 @@ from afield.types import FinishReason, VersionSpan, check_cover
 
 
 class CallAccumulator:
+    """Sampled tokens of one call, with log-probabilities and version spans."""
+
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.logprobs: list[float] = []

@@ -1,4 +1,10 @@
-"""Runs one model call: from a decoded request to a durable turn."""
+"""Model calls: from a decoded request to a durable turn.
+
+1. The intent of a call is durable before the engine is called.
+2. Each chunk is added to the turn before any part of it is emitted.
+3. `CallFinished` is emitted after the turn is durable.
+4. A call that ends early (disconnected client, aborted session, failed engine) leaves an aborted turn.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +45,19 @@ from afield.turn_tree import extend_digest
 from afield.types import Constraint, FinishReason, Message, Sampling, ToolCall, Turn, TurnStatus
 
 log = logging.getLogger("afield.gateway")
-MALFORMED = "malformed-call"  # tag of a turn with a tool call that cannot be parsed and stays text
-RULE = "render:"  # prefix of the tag for a message rule that the chat template needed
-LAST = 1 << 62  # sequence number of unfinished calls, which sort last
+MALFORMED = "malformed-call"
+"""Tag of a turn with a tool call that cannot be parsed and stays text."""
+RULE = "render:"
+"""Prefix of the tag for a message rule that the chat template needed."""
+LAST = 1 << 62
+"""Sequence number of unfinished calls, which sort last."""
 LEAVING_S = 5.0
+"""Timeout for leaving an engine, in seconds."""
 
 
 class Calls:
+    """Runs the model calls of a gateway."""
+
     def __init__(
         self,
         *,

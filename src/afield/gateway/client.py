@@ -24,24 +24,40 @@ from afield.wire import Submission
 
 T = TypeVar("T")
 TIMEOUT_S = 120.0
+"""Timeout of a request, in seconds."""
 HEALTH_S = 10.0
-MANY = 5_000  # session states per request
-PAGE = 1_000  # sessions per page
-LOADING_S = 1800.0  # large weights take long to load
+"""Timeout of a health request, in seconds."""
+MANY = 5_000
+"""Session states per request."""
+PAGE = 1_000
+"""Sessions per page."""
+LOADING_S = 1800.0
+"""Timeout for publishing weights, in seconds; large weights take long to load."""
 
 
 class _States(Struct):
+    """Response to `POST /sessions/states`."""
+
     sessions: dict[str, SessionState]
+    """State by session id."""
 
 
 class _Listed(Struct):
+    """Response to `GET /sessions`."""
+
     sessions: list[SessionState]
+    """States by id, one page."""
 
 
 class _Health(Struct):
+    """Fields read from the health response."""
+
     outcomes: bool = True
+    """Whether the gateway forwards outcomes."""
     context: int | None = None
+    """Context length in tokens; None if unknown."""
     dtype: str = ""
+    """Dtype of the engines' weights; empty if unknown."""
 
 
 class HttpGateway:

@@ -1,4 +1,9 @@
-"""Grammar constraints for structured output, tool choice and parallel calls."""
+"""Grammar constraints for structured output, tool choice and parallel calls.
+
+1. `wanted` names the fields of a request that need a constraint; usually none.
+2. `constraint` builds the grammar in the model's own format. Schemas that cannot be enforced are refused with
+   their keyword.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +22,7 @@ from afield.gateway.schemas import check_pattern, enforceable
 from afield.types import Constraint, Turn, TurnStatus
 
 MAX_TEXT = 1 << 17
+"""Maximum length of a schema, pattern or grammar, in characters."""
 
 
 def wanted(request: ModelRequest) -> list[str]:

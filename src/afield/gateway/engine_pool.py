@@ -25,6 +25,7 @@ log = logging.getLogger("afield.gateway")
 InFlight = Literal["keep", "drain", "resume"]
 WORSE: tuple[LogprobMode, ...] = ("processed", "tempered", "raw")
 SESSIONS_REMEMBERED = 100_000
+"""Sessions whose worker is remembered."""
 CLOSED = "the pool is not running; enter it with `async with`"
 
 

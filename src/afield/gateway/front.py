@@ -1,7 +1,8 @@
-"""Front process: accepts connections and passes each to the gateway process of its session.
+"""Front process: passes connections to the gateway process of their session.
 
-It peeks at the first request, finds the session id, and passes the open socket to that session's process.
-Request bytes do not pass through it. It starts the processes, and restarts one that dies.
+1. Accepts a connection, peeks at its first request and finds the session id.
+2. Passes the open socket to that session's process; request bytes do not pass through the front.
+3. Starts the gateway processes, and restarts one that dies.
 """
 
 from __future__ import annotations
@@ -19,11 +20,17 @@ from afield.gateway.shards import route
 
 log = logging.getLogger("afield.gateway")
 HEAD = 32 * 1024
-PATIENCE_S = 30.0  # seconds for the head of a connection's first request
+"""Maximum of bytes that are peeked for the head of a request."""
+PATIENCE_S = 30.0
+"""Timeout for the head of a connection's first request, in seconds."""
 START_S = 180.0
+"""Time for a process to start, in seconds."""
 ACCEPT_AGAIN_S = 0.1
+"""Pause after a failed accept, in seconds."""
 PEEK_AGAIN_S = 0.25
-AGAIN_S = 5.0  # seconds before a failed process is started again
+"""Pause between peeks without new bytes, in seconds."""
+AGAIN_S = 5.0
+"""Pause before a failed process is started again, in seconds."""
 
 
 class Process:
@@ -113,6 +120,8 @@ class Process:
 
 
 class Front:
+    """Accepts connections for several gateway processes."""
+
     def __init__(
         self,
         command: Sequence[str],

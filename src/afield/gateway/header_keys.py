@@ -1,6 +1,11 @@
-"""Header keys: one API key that opens a session per value of a request header.
+"""Header keys: API keys that open a session per header value.
 
-For clients that send a session name in a header such as `X-Session-ID`:
+For clients that send a session name in a header such as `X-Session-ID`, to one base URL with one key.
+
+1. The definition of a key has the header, the spec of its sessions, the number of open sessions and the idle
+   timeout.
+2. The first request with a value opens the session `KEY_ID.VALUE`; later ones continue it.
+3. Definitions are in the store, so that all processes of a gateway share them and they survive a restart.
 """
 
 from __future__ import annotations
@@ -26,10 +31,12 @@ from afield.interfaces import SessionSpec
 log = logging.getLogger("afield.gateway")
 KEY_ID = re.compile(r"[A-Za-z0-9_-]{1,48}")
 LONGEST_VALUE = 512
+"""Maximum length of a header value, in characters."""
 HEADER_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 RESERVED = frozenset({"authorization", "x-api-key", "x-goog-api-key", "content-type", "host"})
 NOT_SHARED = ("id", "rollout_id", "attempt", "exp_id", "input_id", "draw")
 RETRY_S = 5.0
+"""Retry-After of a key with too many open sessions, in seconds."""
 
 
 class HeaderKeySpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -126,7 +126,8 @@ class ByteStream:
 
 # --- request bodies ---
 
-AT_ONCE = 64 * 1024  # decompressed bytes; fewer are not worth a thread
+AT_ONCE = 64 * 1024
+"""Size up to which a body is decompressed on the event loop, in bytes."""
 SLICE = 2 * 1024 * 1024
 INPUT = 256 * 1024
 _THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="afield-inflate")

@@ -62,7 +62,8 @@ MAX_PIXELS = 50_000_000
 MAX_BYTES = 20 * 1024 * 1024
 """Bytes of one image as sent."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-REMEMBERED = 4096  # checked images
+REMEMBERED = 4096
+"""Number of checked images in the cache."""
 ORIENTATION = 0x0112
 UPRIGHT = (None, 1)
 # Errors that Pillow raises for damaged files and EXIF blocks.
@@ -74,6 +75,8 @@ REMEDY = f"send one {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file"
 
 
 class Checker:
+    """Checks images and caches the results by digest."""
+
     def __init__(self) -> None:
         self._plain: OrderedDict[str, None] = OrderedDict()
 

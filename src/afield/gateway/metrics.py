@@ -15,11 +15,16 @@ from msgspec import Struct, field
 from afield.types import Turn
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+"""Upper bounds of histogram buckets, in seconds."""
 
 
 class Histogram(Struct):
+    """Histogram of seconds, with the bounds `SECONDS`."""
+
     counts: list[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
+    """Observations per bucket; the last bucket has no upper bound."""
     total: float = 0.0
+    """Sum of the observations, in seconds."""
 
     def observe(self, value: float) -> None:
         self.counts[bisect_left(SECONDS, value)] += 1
@@ -41,19 +46,33 @@ class Metrics(Struct):
     """Metrics of one process. Keys of the counters are label values."""
 
     calls: Counts = field(default_factory=dict)
+    """Ended calls by `DIALECT FINISH_REASON`."""
     tiers: Counts = field(default_factory=dict)
+    """Prompts by rendering tier."""
     links: Counts = field(default_factory=dict)
+    """Links by type."""
     side: Counts = field(default_factory=dict)
+    """Side calls by tag."""
     excluded: Counts = field(default_factory=dict)
+    """Excluded tokens by reason."""
     refusals: Counts = field(default_factory=dict)
+    """Error responses by HTTP status."""
     prompt_tokens: int = 0
+    """Tokens sent to engines."""
     sampled_tokens: int = 0
+    """Sampled tokens."""
     retries: int = 0
+    """Requests answered with a recorded turn."""
     in_flight: int = 0
+    """Running calls."""
     drift: int = 0
+    """Turns whose text encodes to other ids than were sampled."""
     call_s: Histogram = field(default_factory=Histogram)
+    """Duration of calls, in seconds."""
     first_token_s: Histogram = field(default_factory=Histogram)
+    """Time to the first token, in seconds."""
     loop_lag_s: Histogram = field(default_factory=Histogram)
+    """Delay of the event loop, in seconds."""
 
     def call_started(self, intent: Turn) -> None:
         self.in_flight += 1

@@ -23,12 +23,16 @@ from afield.wire import Invocation, OutcomeRecord
 
 log = logging.getLogger("afield.gateway")
 DELIVER_S = 30.0
+"""Timeout of one delivery, in seconds."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
+"""Back-off between deliveries, in seconds."""
 AT_ONCE = 16
+"""Concurrent deliveries of outcomes that are left."""
 
 
 class OutcomeDelivery:
-    """`invocation` returns the destination of a session's outcome. The caller enters the transport."""
+    """Delivers outcomes. `invocation` returns the destination of a session's outcome; the caller enters the
+    transport."""
 
     def __init__(
         self,

@@ -53,7 +53,7 @@ class OutcomeBody(Struct):
     """Short form of an outcome or a verdict."""
 
     reward: Any = None
-    """Reward of the attempt."""
+    """Reward of the attempt; None for none."""
     rewards: dict[str, float] = {}
     """Rewards by name."""
     turn_rewards: dict[str, float] = {}
@@ -65,28 +65,41 @@ class OutcomeBody(Struct):
     status: str = ""
     """Older name of `stop_reason`."""
     stop_reason: str = ""
-    """Why the agent stopped."""
+    """Reason why the agent stopped."""
     artifacts: dict[str, Any] = {}
     """JSON values for the verifier and the record."""
 
 
 class _Shape(Struct):
+    """Probe of a body: the whole record has the field `outcome`."""
+
     outcome: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    """Outcome of the whole record; unset in the short form."""
 
 
 class OutcomeReport(Struct, frozen=True, kw_only=True):
-    """A parsed outcome of either shape. `canonical` is its encoding, by which repetitions are recognised."""
+    """A parsed outcome of either shape."""
 
     canonical: bytes
+    """Canonical encoding, by which repetitions are recognised."""
     reward: Any
+    """Reward of the attempt; None for none."""
     rewards: dict[str, float]
+    """Rewards by name."""
     turn_rewards: dict[str, float]
+    """Rewards by turn."""
     named_turn_rewards: dict[str, dict[str, float]]
+    """Rewards by name, then by turn."""
     metrics: dict[str, float]
+    """Metrics by name."""
     stop_reason: str
+    """Reason why the agent stopped."""
     failure: Failure | None = None
+    """Failure of the attempt; None for success."""
     record: OutcomeRecord | None = None
+    """Whole record, if that was sent; None for the short form."""
     artifacts: dict[str, Any] = {}
+    """JSON values for the verifier and the record."""
 
     @property
     def entries(self) -> list[dict[str, Any]]:

@@ -20,9 +20,12 @@ Handling = Literal["honoured", "overridden", "refused"]
 
 
 class RequestParameter(Struct, frozen=True):
+    """Handling of one request parameter in a dialect."""
+
     name: str
     """Dotted path, such as `stream_options.include_usage`."""
     handling: Handling
+    """Whether the parameter is honoured, overridden or refused."""
     effect: str
     """Effect of the parameter; for a refused one, the remedy."""
     off: tuple[Any, ...] = ()

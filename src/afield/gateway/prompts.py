@@ -1,4 +1,13 @@
-"""Builds the prompt of a request: parent turn, new token ids, links."""
+"""Builds the prompt of a request: parent turn, new token ids, links.
+
+1. The parent is the deepest turn on the same root whose conversation is a prefix of the request's messages.
+2. The messages after it are rendered as new token ids, in the first tier that applies: `bridge` or `append`
+   behind the parent, `splice` by rendering the whole conversation. Assistant messages that were not sampled
+   need `splice`.
+3. Otherwise the prompt is a new root with the tier `full`; its turn is in a separate training row.
+4. Links name the origin of a request that does not simply continue a turn: retry, edit, fork, compaction or
+   sub-agent.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +32,10 @@ from afield.turn_tree import TurnTree, chain
 from afield.types import Link, Message, Turn, TurnStatus
 
 RAW = "raw"
-_LATEST = 16  # latest turns that are searched for links
-_QUOTED = 24  # characters of a quotation that identify a reply
+_LATEST = 16
+"""Latest turns that are searched for links."""
+_QUOTED = 24
+"""Characters of a quotation that identify a reply."""
 
 
 class Match(Struct, frozen=True, kw_only=True):
@@ -39,7 +50,7 @@ class Match(Struct, frozen=True, kw_only=True):
     digests: Sequence[str]
     """Digest per prefix of the messages."""
     parent: Turn | None = None
-    """Turn that the request continues."""
+    """Turn that the request continues; None for a new root."""
     depth: int = 0
     """Messages that the parent covers."""
 
@@ -58,7 +69,7 @@ class Prompt(Struct, frozen=True, kw_only=True):
     root: str
     """Digest of model, template and tools."""
     parent: str | None
-    """Id of the turn that the prompt continues."""
+    """Id of the turn that the prompt continues; None for a new root."""
     delta_ids: tuple[int, ...]
     """New token ids."""
     prompt_ids: tuple[int, ...]
@@ -346,7 +357,7 @@ class RawMatch(Struct, frozen=True):
     root: str
     """Digest of the model for raw prompts."""
     parent: Turn | None
-    """Turn that the prompt continues."""
+    """Turn that the prompt continues; None for a new root."""
     rest: str | tuple[int, ...]
     """Text or ids after that turn."""
 
@@ -421,7 +432,8 @@ def digest_of(tools: Sequence[Tool]) -> str:
     return hashlib.blake2b(body.encode(), digest_size=8).hexdigest()
 
 
-INLINE_CHARACTERS = 8_000  # more text is rendered in a thread
+INLINE_CHARACTERS = 8_000
+"""Characters that are rendered on the event loop; more are rendered in a thread."""
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -18,13 +18,15 @@ from afield.interfaces import Queueing
 
 
 class _SessionWait:
+    """Queue time of one session."""
+
     __slots__ = ("since", "total", "until", "waiting")
 
     def __init__(self) -> None:
         self.waiting: set[Hashable] = set()
         self.since = 0.0
         self.total = 0.0
-        self.until = 0.0  # everything before this is counted
+        self.until = 0.0  # time up to which waits are counted
 
     def count(self, start: float, end: float) -> None:
         self.total += max(0.0, end - max(start, self.until))
@@ -32,6 +34,8 @@ class _SessionWait:
 
 
 class QueueTime:
+    """Queue time per session, in seconds."""
+
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._sessions: dict[str, _SessionWait] = {}
@@ -69,7 +73,9 @@ class QueueTime:
 
 log = logging.getLogger("afield.gateway")
 LOOK_S = 2.0
+"""Interval between looks at the queues of engines, in seconds."""
 ANSWER_S = 5.0
+"""Timeout for an engine's answer, in seconds."""
 
 
 class QueueWatch:

@@ -1,7 +1,15 @@
 """Excludes unused answers to repeated requests (pure).
 
-The rules apply to the whole record, independent of the order of calls. Of several answers to one request
-that nothing continues:
+The rules apply to the whole record, independent of the order of calls. Of several answers to one request:
+
+1. An unused answer that hit its token limit, before the request was repeated with a higher limit, is
+   `superseded`.
+2. If some answers were used, the unused ones are `abandoned`.
+3. If none was used and all but the first are answers to retries, all but the last are `abandoned`.
+4. If none was used otherwise, all are trained: the answer that the client took is unknown.
+
+An answer is used if a later call continues it, a link names it, or a later message of a user or a tool quotes
+it. A quotation of text that a continued or linked answer has too counts for that answer only.
 """
 
 from __future__ import annotations
@@ -12,8 +20,10 @@ from afield.exclusions import AbandonedAnswers, ExclusionReason
 from afield.turn_tree import TurnTree
 from afield.types import Constraint, FinishReason, Turn, TurnStatus
 
-QUOTED = 24  # characters of a quotation that identify an answer
-RETRY = "retry"  # tag of a turn whose client marked the request as a retry
+QUOTED = 24
+"""Characters of a quotation that identify an answer."""
+RETRY = "retry"
+"""Tag of a turn whose client marked the request as a retry."""
 
 
 def excluded(

@@ -16,7 +16,8 @@ from afield.gateway.echoed_turns import match_replies, moved, recognise_replies,
 from afield.turn_tree import TurnTree
 from afield.types import Message
 
-CONVERSATIONS = 3  # a harness and its sub-agents alternate
+CONVERSATIONS = 3
+"""Conversations in a cache; a harness and its sub-agents alternate."""
 
 
 class ReadConversation(Struct, frozen=True):
@@ -33,6 +34,8 @@ class ReadConversation(Struct, frozen=True):
 
 
 class ConversationCache:
+    """Recognised conversations of a session."""
+
     def __init__(self) -> None:
         self._read: deque[ReadConversation] = deque(maxlen=CONVERSATIONS)
 
@@ -86,6 +89,8 @@ Messages = tuple[Message, ...]
 
 
 class MessageCache:
+    """Decoded messages of a session, by the bytes that were sent."""
+
     def __init__(self) -> None:
         self._read: deque[tuple[bytes, Messages]] = deque(maxlen=CONVERSATIONS)
 

@@ -20,11 +20,14 @@ from afield.gateway.service import LocalGateway
 from afield.gateway.sessions import Session
 
 KEEPALIVE_S = 10.0
+"""Interval between keepalives, in seconds."""
 # Codex compacts after this error in a stream, and gives up after the same as an HTTP error.
 TOLD_IN_STREAM = {("responses", "context_length_exceeded")}
 
 
 class Responder:
+    """Encodes the events of a call as a response, and ends the call when the client disconnects."""
+
     def __init__(self, gateway: LocalGateway, *, keepalive_s: float = KEEPALIVE_S) -> None:
         self._gateway = gateway
         self._keepalive_s = keepalive_s

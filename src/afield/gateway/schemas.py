@@ -14,7 +14,8 @@ from typing import Any
 
 MAX_CHARACTERS = 1 << 17
 MAX_DEPTH = 48
-MAX_REPEATS = 100_000  # maximum of repetition bounds
+MAX_REPEATS = 100_000
+"""Maximum of repetition bounds."""
 
 Schema = dict[str, Any]
 
@@ -66,7 +67,8 @@ _IPV4 = rf"^{_BYTE}(\.{_BYTE}){{3}}$"
 _CHARACTER = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
 _UNREAD = re.compile(r"\(\?(?!:)|\\[bBkpPux1-9]")
 _ESCAPED = re.compile(r'"|\\\\')  # characters that JSON escapes
-MAX_COUNTED_PROPERTIES = 64  # properties of an object with minProperties or maxProperties
+MAX_COUNTED_PROPERTIES = 64
+"""Maximum of properties of an object with minProperties or maxProperties."""
 _MAY_BE_NULL = ("const", "enum", "default")
 
 
@@ -157,6 +159,8 @@ def check_pattern(pattern: str, keyword: str, path: str = "") -> str:
 
 
 class _SchemaRewriter:
+    """Rewrites one schema and its definitions."""
+
     def __init__(self, root: Any) -> None:
         self._root = root
 

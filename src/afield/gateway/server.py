@@ -157,6 +157,8 @@ class LimitedHttp(HttpToolsProtocol):
 
 
 class _GatewayServer(uvicorn.Server):
+    """uvicorn server that also serves connections passed from the front."""
+
     @contextmanager
     def capture_signals(self) -> Generator[None]:
         """Leaves signals to the caller's event loop."""

@@ -1,4 +1,4 @@
-"""The gateway without HTTP: `interfaces.Gateway` in process, and the admin operations."""
+"""Gateway service: `interfaces.Gateway` in process, without HTTP."""
 
 from __future__ import annotations
 
@@ -35,8 +35,11 @@ from afield.wire import Invocation, Submission
 
 log = logging.getLogger("afield.gateway")
 REAP_EVERY_S = 5.0
+"""Interval between checks for expired sessions, in seconds."""
 LAG_EVERY_S = 0.5
+"""Interval between measurements of event loop lag, in seconds."""
 PRUNE_EVERY_S = 600.0
+"""Interval between deletions of old sessions, in seconds."""
 
 
 class LocalGateway:
@@ -217,7 +220,8 @@ class LocalGateway:
                 log.info("header keys: idle sessions completed count=%d", idle)
 
     async def _prune(self) -> None:
-        """Waits first: a collector that starts with this gateway may need earlier sessions."""
+        """Deletes old sessions, after a first wait: a collector that starts with this gateway may need
+        them."""
         while True:
             await asyncio.sleep(PRUNE_EVERY_S)
             try:

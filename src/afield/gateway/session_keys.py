@@ -1,4 +1,4 @@
-"""Session keys and header keys: signed API keys, and the secret that signs them.
+"""Session keys and header keys: signed API keys and their secret.
 
 A session key is `afk-SESSION~SCOPES~NONCE~MAC`. It needs no table, survives a restart and ends with its
 session. A header key is `afh-ID~HEADER~NONCE~MAC` (see `header_keys`). The secret is a file outside the
@@ -24,28 +24,34 @@ PREFIX = "afk-"
 HEADER_PREFIX = "afh-"
 PLAIN_VALUE = re.compile(r"[A-Za-z0-9_-](?:[A-Za-z0-9._-]{0,63})")
 UNUSUAL = re.compile(r"[^A-Za-z0-9_-]")
-SHOWN = 40  # characters of a header value that a derived session id shows
+SHOWN = 40
+"""Characters of a header value that a derived session id shows."""
 REMEMBERED = 8192
+"""Sessions whose checked keys are cached."""
 
 
 class KeyScope(StrEnum):
-    """Permission of a key; `outcome` reports the end of the work without a reward."""
+    """Permission of a key."""
 
     INFER = "infer"
+    """Model calls."""
     REWARD = "reward"
+    """Rewards."""
     OUTCOME = "outcome"
+    """Report of the end of the work; a reward needs `reward` as well."""
     READ = "read"
+    """State, submission, turns and trajectories of the session."""
 
 
 class Grant(Struct, frozen=True):
-    """Permissions of a checked key. The nonce differs between sessions with the same id."""
+    """Permissions of a checked key."""
 
     session_id: str
     """Session of the key; empty for a header key."""
     scopes: frozenset[KeyScope]
     """Permissions."""
     nonce: str
-    """Nonce of the session."""
+    """Nonce of the session; differs between sessions with the same id."""
 
 
 def session_named_by(key: str) -> str | None:
@@ -57,8 +63,11 @@ class HeaderKeyParts(Struct, frozen=True):
     """Fields of a header key, without checking it."""
 
     id: str
+    """Key id."""
     header: str
+    """Header whose values name sessions."""
     nonce: str
+    """Nonce of the key."""
 
 
 def split_header_key(key: str) -> HeaderKeyParts | None:
@@ -79,6 +88,8 @@ def header_session_id(key_id: str, value: str) -> str:
 
 
 class SessionKeys:
+    """Issues and checks keys."""
+
     def __init__(self, secret: bytes, admin_key: str) -> None:
         self._secret = secret
         self._admin_key = admin_key
@@ -133,9 +144,10 @@ class SecretPlace(Struct, frozen=True, kw_only=True):
     """Location of the secret that signs session keys."""
 
     directory: Path | None = None
-    """Directory with one file per store, named by the store's id."""
+    """Directory with one file per store, named by the store's id; None for none."""
     file: Path | None = None
-    """File to use instead of `directory`, for example where the home directory is not kept."""
+    """File to use instead of `directory`, for example if the home directory is not persistent; None for
+    none."""
 
     def path(self, store_id: str) -> Path | None:
         """Returns the file; None keeps the secret in memory, and keys end with the process."""

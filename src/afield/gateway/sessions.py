@@ -1,7 +1,7 @@
-"""Sessions: phase, budget, turn tree, outcome; loaded from and saved to the store.
+"""Sessions: phase, budget, turn tree and outcome, backed by the store.
 
-Totals are updated when calls end, so that a state costs no walk over turns. A closed session keeps its
-totals in its row.
+Totals are updated when calls end, so that a state needs no walk over turns. The row of a closed session has
+its totals.
 """
 
 from __future__ import annotations
@@ -42,18 +42,25 @@ from afield.turn_tree import TurnTree
 from afield.types import Turn, TurnStatus, check_id
 
 UNDELIVERED = ExclusionReason.UNDELIVERED
-ENGINE_FAILED = "engine-failed"  # tag of a call that the engine failed; it does not count against the budget
+ENGINE_FAILED = "engine-failed"
+"""Tag of a call that the engine failed; it does not count against the budget."""
 
 
 class SessionPhase(StrEnum):
+    """Phase of a session."""
+
     OPEN = "open"
+    """Accepts calls."""
     COMPLETED = "completed"
+    """The agent has reported its end."""
     ABORTED = "aborted"
+    """Ended by an abort or an expired deadline."""
     FINALIZED = "finalized"
+    """The record has been taken."""
 
 
 class Session:
-    """One session in memory, shared by all requests.
+    """A session in memory, shared by all requests.
 
     Stored fields change while `lock` is held (see `SessionManager`), all others on the event loop.
     `closed` is set before the stored phase changes: no call starts afterwards. `sealed` is set before the
@@ -208,7 +215,7 @@ class Session:
             raise conflict(f"session {self.id} has expired after {self.row.spec.ttl_s} s", "open a new one")
 
     async def reserve(self, tokens: int, clock: Callable[[], float]) -> int:
-        """Waits until the token budget has room for a call, and returns the number of tokens.
+        """Waits until the token budget allows a call, and returns its number of tokens.
 
         The number is that of a session without other running calls, at most `tokens`. `reserved` reserves
         them.
@@ -426,10 +433,14 @@ def _prompt_length(tree: TurnTree, turn: Turn) -> int:
 
 
 RESERVED = "states"
+"""Session id that is a route of the admin API."""
 ENDING_S = 10.0
+"""Time for running calls to end with their session, in seconds."""
 BODY_RETRY_S = 1.0
+"""Retry-After of a request beyond the bytes of its session, in seconds."""
 log = logging.getLogger("afield.gateway")
 PRUNED_AT_ONCE = 10_000
+"""Maximum of sessions that one `prune` deletes."""
 
 
 def _new_id() -> str:

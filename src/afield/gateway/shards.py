@@ -55,7 +55,7 @@ def socket_path(folder: Path, index: int) -> Path:
 
 
 class Shard:
-    """One of `count` processes; `async with` opens the connections to the others."""
+    """This process of `count`; `async with` opens the connections to the others."""
 
     def __init__(self, index: int, count: int, folder: Path) -> None:
         self.index = index

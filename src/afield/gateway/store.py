@@ -47,6 +47,7 @@ CREATE TABLE IF NOT EXISTS header_keys (id TEXT PRIMARY KEY, body BLOB NOT NULL)
 CREATE TABLE IF NOT EXISTS undelivered (session_id TEXT PRIMARY KEY) WITHOUT ROWID;
 """
 DELETED_AT_ONCE = 64
+"""Sessions that one transaction deletes."""
 FORMAT = "5"
 log = logging.getLogger("afield.gateway")
 
@@ -67,22 +68,26 @@ class SessionTotals(Struct, frozen=True, kw_only=True):
     dangling: int
     """Calls without an end."""
     versions: tuple[int, int] | None
-    """Lowest and highest policy version."""
+    """Lowest and highest policy version; None without sampled tokens."""
     last_activity: float
     """Time of the last call, seconds since the epoch."""
     excluded: dict[str, int] = {}
     """Excluded tokens by reason."""
     unsupported: str = ""
-    """Why the model cannot serve the session's agent; see `SessionState`."""
+    """Reason why the model cannot serve the session's agent; see `SessionState`."""
 
 
 class Delivery(StrEnum):
     """Delivery state of a session's outcome."""
 
     NONE = ""
+    """No complete outcome yet."""
     DUE = "due"
+    """Complete, not delivered."""
     ACCEPTED = "accepted"
+    """Delivered; the outcome counts."""
     REFUSED = "refused"
+    """Delivered; the attempt was decided otherwise."""
 
 
 class FailedVerdict(Struct, frozen=True):
@@ -116,9 +121,9 @@ class SessionRow(Struct, frozen=True, kw_only=True):
     reason: str = ""
     """Reason of an abort."""
     outcome: bytes | None = None
-    """Agent's outcome as JSON."""
+    """Agent's outcome as JSON; None before."""
     verdict: bytes | None = None
-    """Verifier's verdict as JSON."""
+    """Verifier's verdict as JSON; None before."""
     failed_verdicts: tuple[FailedVerdict, ...] = ()
     """Failed verdicts before the one that counts."""
     outcome_at: float = 0.0
@@ -130,7 +135,7 @@ class SessionRow(Struct, frozen=True, kw_only=True):
     deleted_responses: tuple[str, ...] = ()
     """Turns whose responses the client deleted."""
     totals: SessionTotals | None = None
-    """Totals, once nothing can change them."""
+    """Totals of a closed session; None while they may change."""
 
 
 class PublishedPolicy(Struct, frozen=True):
@@ -158,7 +163,7 @@ class TurnRow(Struct, frozen=True):
     thread: str = ""
     """Client's name of the conversation thread."""
     scores: Scores | None = None
-    """Additional log-probabilities that the client requested."""
+    """Additional log-probabilities that the client requested; None for none."""
     stored_options: bytes = b""
     """Options to encode the response again (Responses)."""
 
@@ -169,6 +174,8 @@ Writing = tuple[list[Statement], asyncio.Future[None]]
 
 
 class GatewayStore:
+    """SQLite store of a gateway."""
+
     def __init__(self, path: Path, *, durable: bool = False) -> None:
         self._path = path
         self._durable = durable

@@ -37,7 +37,8 @@ from afield.gateway.store import GatewayStore, TurnRow
 from afield.gateway.turn_ids import item_id, response_id, seal_summary, turn_of_response
 from afield.types import Message, Turn, TurnStatus
 
-UNUSED = ("unenforced:text.format", "unenforced:tool_choice")  # parameters of the later reply
+UNUSED = ("unenforced:text.format", "unenforced:tool_choice")
+"""Tags of parameters that apply to the later reply, not to the summary."""
 
 
 class Compaction(Responses):
@@ -114,7 +115,8 @@ Json = dict[str, Any]
 _ROUTE = re.compile(r"/v1/responses/(?P<id>[^/]+)(?P<rest>/input_items|/cancel)?")
 ROUTES = (("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel"))
 SEALED, IMAGES = "reasoning.encrypted_content", "message.input_image.image_url"
-MAX_ITEMS, DEFAULT_ITEMS = 100, 20  # items per page
+MAX_ITEMS, DEFAULT_ITEMS = 100, 20
+"""Maximum and default number of items per page."""
 
 
 def match(method: str, path: str) -> Mapping[str, str | None] | None:
@@ -123,6 +125,8 @@ def match(method: str, path: str) -> Mapping[str, str | None] | None:
 
 
 class StoredResponses:
+    """Serves stored responses: retrieve, delete, cancel, input items."""
+
     def __init__(self, store: GatewayStore, sessions: SessionManager, tokenizer: ChatTokenizer) -> None:
         self._store = store
         self._sessions = sessions

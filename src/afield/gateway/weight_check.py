@@ -18,10 +18,14 @@ from afield.interfaces.weight_probe import SESSION, WeightProbe, read_weight_pro
 from afield.types import Sampling
 
 log = logging.getLogger("afield.gateway")
-NOISE = 1e-4  # float32 rounding between batch layouts
-CLOSER = 3.0  # ratio of the distances to new and old weights
-FAR = 0.3  # beyond any rounding error
+NOISE = 1e-4
+"""Log-probability difference that float32 rounding between batch layouts explains."""
+CLOSER = 3.0
+"""Ratio of the distances to new and old weights above which the old weights are served."""
+FAR = 0.3
+"""Log-probability difference beyond any rounding error."""
 PATIENCE_S = 30.0
+"""Timeout of the check, in seconds."""
 
 
 async def witness_of(path: str) -> WeightProbe | None:

@@ -21,9 +21,14 @@ from afield.interfaces.weight_probe import WeightProbe
 
 
 class WorkerHealth(StrEnum):
+    """Health of a worker."""
+
     READY = "ready"
-    UNHEALTHY = "unhealthy"  # failed, or lacks the weights; checked again with back-off
+    """Takes calls."""
+    UNHEALTHY = "unhealthy"
+    """Failed, or lacks the weights; checked again with back-off."""
     LEAVING = "leaving"
+    """Being removed; takes no calls."""
 
 
 class WorkerInfo(Struct, frozen=True, kw_only=True):
@@ -38,9 +43,9 @@ class WorkerInfo(Struct, frozen=True, kw_only=True):
     health: WorkerHealth
     """Health."""
     reason: str
-    """Why it is not ready."""
+    """Reason why it is not ready; empty if it is."""
     version: int | None
-    """Policy version."""
+    """Policy version that it serves; None before it is known."""
     in_flight: int
     """Running calls."""
     calls: int
@@ -48,10 +53,12 @@ class WorkerInfo(Struct, frozen=True, kw_only=True):
     failures: int
     """Failures so far."""
     notes: tuple[str, ...] = ()
-    """Engine's notes."""
+    """Notes of the engine for operators."""
 
 
 class EngineWorker:
+    """An engine of the pool, with its health and running calls."""
+
     def __init__(self, id: str, engine: Engine, *, kind: str = "", url: str = "") -> None:
         self.id, self.engine, self.kind, self.url = id, engine, kind, url
         self.health = WorkerHealth.UNHEALTHY
@@ -107,13 +114,19 @@ class EngineWorker:
 
 log = logging.getLogger("afield.gateway")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
+"""Back-off between checks of an unhealthy worker, in seconds."""
 START_PAUSE_S = 1.0
+"""Pause between checks at start, in seconds."""
 TELL_EVERY_S = 10.0
-CHECK_S = 120.0  # timeout of a check in seconds
+"""Interval between log lines while waiting for the first worker, in seconds."""
+CHECK_S = 120.0
+"""Timeout of a check, in seconds."""
 REFUSALS = (Unavailable, UsageError, Conflict)
 
 
 class WorkerRegistry:
+    """Workers of a pool: starts, checks, adds and removes them, and loads weights."""
+
     def __init__(
         self, workers: Mapping[str, Engine], check: Callable[[Engine], Awaitable[EngineInfo]]
     ) -> None:

@@ -24,10 +24,14 @@ T = TypeVar("T")
 ENCODER = msgspec.json.Encoder()
 encode = ENCODER.encode
 EVENTS = b"text/event-stream"
-PREFILL = "unenforced:prefill"  # tag of a request that ends with an assistant message
-TOOLS_TAG = "overridden:tools"  # prefix of the tag for tools that only a provider runs
-STRICT = f"{TOOLS_TAG}.strict"  # tag of tools whose strict schemas are not enforced
-MAX_KEY = 256  # maximum length of an idempotency key
+PREFILL = "unenforced:prefill"
+"""Tag of a request that ends with an assistant message."""
+TOOLS_TAG = "overridden:tools"
+"""Prefix of the tag for tools that only a provider runs."""
+STRICT = f"{TOOLS_TAG}.strict"
+"""Tag of tools whose strict schemas are not enforced."""
+MAX_KEY = 256
+"""Maximum length of an idempotency key, in characters."""
 
 
 class RawRequest(Struct, frozen=True):

@@ -45,7 +45,8 @@ from afield.gateway.thinking import ReasoningParameters
 from afield.gateway.turn_ids import turn_of_id, turn_of_response, unseal, unseal_summary
 from afield.types import ImageRef, Message, ToolCall
 
-COMPACTION = "compaction"  # tag of a turn that samples a summary
+COMPACTION = "compaction"
+"""Tag of a turn that samples a summary."""
 ASK = (
     "The conversation gets too long and is about to be replaced by a summary of it. Write that summary now,"
     " for whoever goes on with the work and sees nothing else of what happened but the messages of the user:"
@@ -214,7 +215,8 @@ def as_arguments(text: str) -> str:
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 NAMES = {"must_call": "tool_choice", "parallel_calls": "parallel_tool_calls", "output": "text.format"}
 LOGPROBS = "message.output_text.logprobs"
-RAW_INPUT = "ctr_"  # ids of custom calls with raw arguments
+RAW_INPUT = "ctr_"
+"""Prefix of ids of custom calls with raw arguments."""
 PROVIDERS = ("compaction", "compaction_trigger", "context_compaction", "compaction_summary")
 
 
@@ -337,7 +339,8 @@ class EchoedOptions(Struct, frozen=True):
     """Whether reasoning items have their text as content."""
 
 
-SHARED = ("instructions", "text", "tools")  # fields that the requests of a session share
+SHARED = ("instructions", "text", "tools")
+"""Fields that the requests of a session share."""
 
 
 class StoredOptions(Struct, frozen=True):
