@@ -1,4 +1,4 @@
-"""Chat templates and tokenizers: messages to token ids and back. Start at `ChatTokenizer.load`."""
+"""Chat templates and tokenizers: messages to token ids and back; see `ChatTokenizer.load`."""
 
 from afield.chat.parsers.base import Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
 from afield.chat.parsers.reply import ReplyParser

@@ -1,10 +1,12 @@
-"""Content stays content: no text that comes from outside may become a control token.
+"""Escape policies: keep message content from becoming control tokens.
 
-`escape`, the default, keeps the text. Every control literal in it gets the break character behind its
-first character, and a text that ends in the beginning of one, or could finish one that the template
-begins, gets a break at that seam. The tokenizer cuts at breaks and encodes the pieces apart. The break
-is half a surrogate pair, which no text can contain; one that was smuggled in becomes U+FFFD. `reject`
-refuses a text that spells a control literal; `faithful` lets it become one, as transformers does.
+1. `escape`, the default, keeps the text. It inserts a break character after the first character of every
+   control literal, and where the text and its neighbour in the template could form a literal. The tokenizer
+   encodes the pieces between breaks separately.
+2. `reject` refuses a text that contains a control literal.
+3. `faithful` lets the text become control tokens, as transformers does.
+
+The break is a lone surrogate, which valid text cannot contain; surrogates in the content become U+FFFD.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Spelled(Exception):
-    """A text spells a control literal, where that is refused."""
+    """A text contains a control literal under the policy `reject`."""
 
     def __init__(self, literal: str) -> None:
         super().__init__(literal)
@@ -28,10 +30,15 @@ class Spelled(Exception):
 
 
 class Escape:
-    """`fixed` are the texts a template puts around content."""
+    """Escapes control literals in a text.
+
+    Args:
+        literals: texts of the control tokens.
+        fixed: texts that the template writes around content.
+    """
 
     def __init__(self, literals: Iterable[str], fixed: Iterable[str] = ()) -> None:
-        # A literal of one character has no inside to break.
+        # A literal of one character cannot be broken.
         literals = sorted(literal for literal in literals if len(literal) > 1)
         by_first: dict[str, list[str]] = {}
         for literal in literals:
@@ -51,7 +58,7 @@ class Escape:
         return self._head(self._tail(self._start.sub(rf"\1{BREAK}", text)))
 
     def _tail(self, text: str) -> str:
-        # A template may trim a text, so its end is where its last visible character is.
+        # Templates may strip a text, so its end is the last visible character.
         end = len(text.rstrip())
         for n in range(min(self._longest, end), 0, -1):
             if text[end - n : end] in self._beginnings:
@@ -67,14 +74,14 @@ class Escape:
 
 
 def policy(name: str, literals: Iterable[str], fixed: Iterable[str] = ()) -> Callable[[str], str]:
-    """What a text goes through on its way into a prompt, under one of `POLICIES`."""
+    """Function that escapes, keeps or rejects a text, by the policy's name (`POLICIES`)."""
     if name == "faithful":
         return lambda text: _SURROGATE.sub("\ufffd", text)
     literals = list(literals)
     escape = Escape(literals, fixed)
     if name == "escape" or not literals:
         return escape
-    # The longest first: the message should name the token the text would have become.
+    # Longest first, so that the error names the token that the text would have become.
     spelled = re.compile("|".join(map(re.escape, sorted(literals, key=len, reverse=True))))
 
     def reject(text: str) -> str:

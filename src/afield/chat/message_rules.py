@@ -1,12 +1,11 @@
-"""Rules that bring a conversation into a shape its chat template renders.
+"""Message rules: rewrite conversations that a chat template cannot render.
 
-Templates refuse or leave out what they were not written for: a system message that is not the first
-one, two users in a row, results of tools. A rule says what becomes of such messages; nothing is lost.
-`probes.fitted` finds out which rules a template needs, and only those are applied, always in the same
-way. Each rule looks at messages up to the next assistant's turn only, so what was rendered before a
-turn stays as it was when more messages come.
-
-What a rule writes is content like any other: it is escaped, and never becomes a control token.
+1. Templates raise on, or omit, messages they were not written for: a later system message, two user messages
+   in a row, tool results. A rule rewrites such messages without losing content.
+2. `template_probes.with_rules` finds the rules that a template needs; only those are applied.
+3. A rule looks only at messages up to the next assistant turn, so new messages never change what was rendered
+   before a turn.
+4. Text that a rule adds is escaped like any other content.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from msgspec import Struct, structs
 from afield.types import ImageRef, Message, ToolCall
 
 FILLER = "Continue."
-"""What a user says where a template wants one to speak and nobody did."""
+"""Content of an added user message."""
 SYSTEM = "You are a helpful assistant."
-"""The system message that is added where a template shows tools only with one."""
+"""Content of an added system message."""
 
 RULES: dict[str, str] = {
     "developer-as-system": "a developer message becomes a system message",
@@ -43,32 +42,35 @@ RULES: dict[str, str] = {
     "add-first-user": f'a user message, "{FILLER}", is added where none stands before the first turn',
     "add-user-between": f'a user message, "{FILLER}", is added between two turns',
 }
-"""What each rule does, in the order in which they are applied."""
+"""Description of each rule, in the order of application."""
 
 SAME_ROLE = "developer-as-system"
-"""The one rule that also strict sessions follow: the role has two names."""
+"""Rule that strict sessions apply too: both roles mean the same."""
 
 LAST_RESORT = frozenset(RULES) - {"fold-tools", "add-system"}
-"""Tried on a conversation that a template refuses although its own rules were applied."""
+"""Rules for a conversation that the template refuses after its own rules."""
 
 _NINE = re.compile(r"[A-Za-z0-9]{9}")
 
 
 class Announced(Protocol):
-    """A tool object, as the client wrote it."""
+    """Tool with the object that the client sent."""
 
     @property
-    def raw(self) -> dict[str, Any]: ...
+    def raw(self) -> dict[str, Any]:
+        """Tool object as the client sent it."""
+        ...
 
 
 class Folded(Struct, frozen=True):
-    """A conversation as its template takes it."""
+    """Conversation after the message rules."""
 
     messages: Sequence[Message]
+    """Messages for the template."""
     tools: Sequence[Announced]
-    """Tools for the template; empty where they stand in a message."""
+    """Tools for the template; empty if a message lists them."""
     applied: tuple[str, ...] = ()
-    """The rules that changed something."""
+    """Names of the rules that changed something."""
 
 
 def fold(
@@ -79,9 +81,14 @@ def fold(
     begins: bool = True,
     generation: bool = False,
 ) -> Folded:
-    """Apply `rules`. With `begins` false, the messages follow a turn that is not among them.
+    """Apply `rules` to a conversation.
 
-    With `generation`, a turn of the model's follows the last message.
+    Args:
+        messages: messages to rewrite.
+        tools: tools of the conversation.
+        rules: names of the rules.
+        begins: whether the conversation starts with these messages; False if they follow a turn.
+        generation: whether an assistant turn follows the last message.
     """
     applied: list[str] = []
     current: list[Message] = list(messages)
@@ -101,7 +108,7 @@ class _Context(Struct, frozen=True):
     generation: bool
 
 
-# --- roles of the system -------------------------------------------------------------------------
+# --- system messages -----------------------------------------------------------------------------
 
 
 def _developer_as_system(messages: list[Message], context: _Context) -> list[Message]:
@@ -109,7 +116,7 @@ def _developer_as_system(messages: list[Message], context: _Context) -> list[Mes
 
 
 def _leading(messages: Sequence[Message], context: _Context) -> int:
-    """How many system messages stand at the beginning."""
+    """Number of system messages at the beginning of the conversation."""
     if not context.begins:
         return 0
     return next((n for n, message in enumerate(messages) if message.role != "system"), len(messages))
@@ -154,7 +161,7 @@ def _fold_tools(messages: list[Message], context: _Context) -> list[Message]:
 
 
 def announcement(tools: Iterable[Announced]) -> str:
-    """Tells a model which functions there are and how to call them (the Hermes format)."""
+    """Text that lists the tools and the call format (Hermes) for the model."""
     listed = "\n".join(json.dumps(tool.raw, ensure_ascii=False) for tool in tools)
     return (
         f"Functions that you can call, one JSON object a line:\n{listed}\n\n"
@@ -267,7 +274,7 @@ def _with_calls(message: Message, calls: Sequence[ToolCall]) -> Message:
     return structs.replace(message, tool_calls=tuple(calls)) if message.tool_calls else message
 
 
-# --- users ---------------------------------------------------------------------------------------
+# --- user messages -------------------------------------------------------------------------------
 
 
 def _user_in_result(messages: list[Message], context: _Context) -> list[Message]:
@@ -331,7 +338,7 @@ def _add_user_between(messages: list[Message], context: _Context) -> list[Messag
 
 
 def _runs(messages: Sequence[Message]) -> Iterable[list[Message]]:
-    """Each assistant's turn alone, and all messages between two of them together."""
+    """Split messages into assistant turns and the runs of other messages between them."""
     run: list[Message] = []
     for message in messages:
         if run and "assistant" in (message.role, run[0].role):
@@ -355,7 +362,7 @@ def _tagged(message: Message, tag: str) -> Message:
 
 
 def _joined(messages: Sequence[Message]) -> Message:
-    """The first message, with the texts and images of all."""
+    """First message with the joined texts and images of all."""
     text = ""
     images: list[ImageRef] = []
     for message in messages:

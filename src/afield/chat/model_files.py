@@ -1,8 +1,8 @@
-"""What a model directory says about its tokens: the files every published model has.
+"""Tokenizer files of a model directory: vocabulary, chat template, stop ids.
 
-`tokenizer.json` and a chat template are needed; `tokenizer_config.json`, `special_tokens_map.json`,
-`config.json` and `generation_config.json` are read where they are present. Refuses a directory in which
-something is missing or is not what its name says, naming the file.
+`tokenizer.json` and a chat template are required; `tokenizer_config.json`, `special_tokens_map.json`,
+`config.json` and `generation_config.json` are optional. A missing or invalid file raises UsageError with its
+name.
 """
 
 from __future__ import annotations
@@ -22,18 +22,24 @@ _IMAGE = ("image_token_id", "image_token_index")
 
 
 class ModelFiles(Struct, frozen=True):
+    """Contents of the tokenizer files."""
+
     vocab: Vocabulary
+    """Vocabulary of tokenizer.json."""
     sources: dict[str, str]
-    """Chat templates by name."""
+    """Chat template sources by name: "default" and optionally "tool_use"."""
     special: dict[str, str]
-    """Special tokens by their role."""
+    """Special tokens by role, such as `eos_token`."""
     stop_ids: tuple[int, ...]
+    """End-of-sequence ids of generation_config.json, config.json and the tokenizer."""
     vocab_size: int
+    """Vocabulary size of the model, else of the tokenizer."""
     image_id: int | None = None
-    """The token that stands for an image in a prompt; None of models that take none, or do not say."""
+    """Placeholder id of an image in a prompt; None if config.json has none."""
 
 
 def read(model_dir: Path) -> ModelFiles:
+    """Read a model directory; raises UsageError if a file is missing or invalid."""
     if not model_dir.is_dir():
         raise UsageError(f"{model_dir} is not a directory; give the path of a model directory")
     path = model_dir / "tokenizer.json"
@@ -96,7 +102,7 @@ def _special_tokens(*settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _of(config: Mapping[str, Any], key: str) -> Any:
-    """Models of several parts keep the text model's values one level down."""
+    """Value of a configuration; multimodal models have it in `text_config`."""
     value = config.get(key)
     return value if value is not None else (config.get("text_config") or {}).get(key)
 

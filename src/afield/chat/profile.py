@@ -1,11 +1,11 @@
 """Template profile: what a chat template does, measured by rendering sample conversations.
 
-1. For each pattern of new messages, sample conversations are rendered whole. A pattern may be appended if the
-   token ids after the last assistant turn are those of `delta_text`, and those before it stay as they were
-   without the new messages. Stripped reasoning is only noted: sampled ids are never rendered again.
+1. For each pattern of new messages, sample conversations are rendered in full. A pattern may be appended if
+   the token ids after the last assistant turn equal those of `delta_text`, and the new messages do not change
+   the ids before it. Stripped reasoning is only recorded: sampled ids are never rendered again.
 2. `template_probes` measures reasoning, tool-call formats, call ids and message rules.
-3. `cached_profile` keeps a profile in a JSON file named by a digest of its inputs, of this version of afield
-   and of the package `renderers`. An unreadable file is made again; an unwritable cache is not used.
+3. `cached_profile` keeps a profile in a JSON file named by a digest of its inputs, the code of afield and the
+   version of `renderers`. An unreadable file is replaced; an unwritable directory is ignored.
 """
 
 from __future__ import annotations
@@ -38,31 +38,33 @@ class TemplateProfile(Struct, frozen=True, kw_only=True):
     """Properties of a model directory's chat template and tokenizer, measured by rendering."""
 
     template_hash: str
+    """SHA-256 of the template sources."""
     tokenizer_hash: str
+    """SHA-256 of tokenizer.json."""
     end_of_turn: str | None
-    """The token that ends an assistant turn."""
+    """Token that ends an assistant turn of text; None if there is none."""
     end_of_call: str | None
-    """The token that ends a turn of calls."""
+    """Token that ends an assistant turn of tool calls; None if there is none."""
     appends: dict[str, str | None]
-    """For each pattern of new messages, the tier that renders them alone (`bridge`, `append`); else None."""
+    """Tier that renders new messages alone (`bridge` or `append`), by pattern; None if none is exact."""
     truncated: bool
-    """Whether they may also follow a truncated turn."""
+    """Whether new messages may also be appended to a truncated turn."""
     named: bool
     """Whether tool results are appended only if they name their tool (`Message.name`)."""
     strips: tuple[str, ...]
     """Patterns before which the template strips the reasoning of earlier turns."""
     family: str | None
-    """Model family of tier `bridge`."""
+    """Model family of tier `bridge`; None without it."""
     bridges: dict[str, tuple[int, ...]]
-    """For each pattern of tier `bridge`, the stop ids after which it is exact."""
+    """Stop ids after which tier `bridge` is exact, by pattern."""
     reasoning: str | None
-    """Name of the reasoning format; see `parsers.formats.REASONING`."""
+    """Name of the reasoning format, see `parsers.formats.REASONING`; None without reasoning."""
     keeps_reasoning: bool
     """Whether the template renders the reasoning of the last turn."""
     opens_thinking: bool
     """Whether the generation prompt begins a block of reasoning."""
     tool_format: str | None
-    """Name of the tool-call format; see `parsers.formats.FORMATS`."""
+    """Name of the tool-call format, see `parsers.formats.FORMATS`; None if no format fits."""
     parallel_calls: bool
     """Whether a turn may have several calls."""
     call_ids: str
@@ -70,16 +72,17 @@ class TemplateProfile(Struct, frozen=True, kw_only=True):
     prints_date: bool
     """Whether the template prints the date."""
     rules: tuple[str, ...]
-    """Rules that change conversations which the template would refuse; see `message_rules.RULES`."""
+    """Message rules that the template needs; see `message_rules.RULES`."""
     unsafe: tuple[str, ...]
-    """Control tokens that content can spell although it is escaped."""
+    """Control tokens that escaped content can still produce."""
     notes: tuple[str, ...]
-    """Limitations, for people to read."""
+    """Limitations, as sentences for the user."""
 
 
 def profile_template(
     template: ChatTemplate, vocab: Vocabulary, stop_ids: Sequence[int], arguments: Mapping[str, Any]
 ) -> TemplateProfile:
+    """Measure a chat template by rendering sample conversations."""
     ends = find_ends(template, vocab, stop_ids)
     checks = [PatternCheck(template, vocab, ends, pattern) for pattern in PATTERNS]
     passed = {check.pattern: check.passes() for check in checks}
@@ -144,7 +147,7 @@ def _notes(profile: TemplateProfile, vocab: Vocabulary) -> Iterator[str]:
 
 
 class PatternCheck:
-    """Checks one pattern of new messages after every sample conversation."""
+    """Checks whether one pattern of new messages may be appended to every sample conversation."""
 
     def __init__(self, template: ChatTemplate, vocab: Vocabulary, ends: Ends, pattern: str) -> None:
         self.pattern = pattern
@@ -156,6 +159,7 @@ class PatternCheck:
         self._ends = ends
 
     def passes(self) -> bool:
+        """Run the check; sets `strips`, `truncated` and `named`."""
         if self._holds(named=False):
             return True
         self.named = "tool" in self.pattern and self._holds(named=True)
@@ -202,14 +206,14 @@ class PatternCheck:
         return added[:1] == [end.id] and self._vocab.encode(head + end.text) + added[1:] == ids
 
     def _strips(self, whole: str, history: Sequence[Message], tools: Sequence[Tool], *, moved: bool) -> bool:
-        """Whether the rendering changes the last turn or its prompt."""
+        """Whether the full rendering changes the last turn or its prompt."""
         try:
             prompt = self._template.render(history[:-1], tools, generation=True)
         except TemplateRefusal:
             return True
         if not history[-1].reasoning:
             return not whole.startswith(prompt)
-        # A prompt that has closed the block of reasoning already leaves turns none.
+        # If the prompt closes the reasoning block itself, turns have no reasoning to strip.
         closed = prompt.rstrip().endswith(tuple(tags.closing for tags in REASONING))
         return not closed and (moved or not whole.startswith(prompt))
 
@@ -220,7 +224,7 @@ class PatternCheck:
 def cached_profile(
     folder: Path | None, key: Sequence[Any], make: Callable[[], TemplateProfile]
 ) -> TemplateProfile:
-    """The profile with these inputs, from the cache folder if it is there."""
+    """Read the profile with these inputs from the cache folder, or make and store it."""
     if folder is None:
         return make()
     inputs = json.dumps([*key, _code_version()], sort_keys=True, default=str)
@@ -238,7 +242,7 @@ def cached_profile(
 
 @cache
 def _code_version() -> list[str]:
-    """Version and digest of the code that makes profiles: the version alone misses edits in place."""
+    """Version and digest of the code that makes profiles; the version alone misses local edits."""
     code = hashlib.blake2b(digest_size=8)
     for path in sorted(Path(__file__).parent.glob("*.py")):
         code.update(path.read_bytes())

@@ -1,11 +1,11 @@
 """Tier `bridge`: next-turn bridges of model families, from the package `renderers`.
 
-For templates that tier `append` cannot serve, such as those that end a turn only by beginning the next one.
-A family serves a template when it renders every sample conversation to the template's token ids, and a
-pattern after a stop id when its bridge gives the template's ids. The family gets escaped content and our
-tokenizer, so that content cannot become control tokens. Truncated turns are not bridged: the family would
-add a stop that the template does not have. Replies are parsed by `parsers`: those of `renderers` drop
-malformed calls, which have to stay text here.
+1. Serves templates that tier `append` cannot, such as those that end a turn only by beginning the next one.
+2. A family fits a template if it renders every sample conversation to the template's token ids. It serves a
+   pattern after a stop id if its bridge gives the template's ids.
+3. The family gets escaped content and afield's vocabulary, so that content cannot become control tokens.
+4. Truncated turns are not bridged: the family would add a stop that the template does not have.
+5. Replies are parsed by `parsers`, because `renderers` drops malformed calls, which have to stay text here.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from afield.chat.vocabulary import Vocabulary
 from afield.errors import boundary
 from afield.types import Failure, FailureKind, Message, Reason
 
-# One renders any template and never bridges; the other needs a vocabulary from the network.
+# "default" renders any template and never bridges; "gpt-oss" downloads a vocabulary.
 _NOT_TRIED = {"default", "gpt-oss"}
 T = TypeVar("T")
 
 
 class Bridged(Struct, frozen=True):
-    """What a family's bridge does for one template."""
+    """Patterns that a family's bridge serves for one template."""
 
     family: str
     """Name of the renderer in the package `renderers`."""
@@ -57,7 +57,7 @@ class Bridge:
     def delta(
         self, template: ChatTemplate, new: Sequence[Message], stop: int, tools: Sequence[Tool]
     ) -> list[int] | None:
-        """Token ids of new messages after a turn that ended with `stop`."""
+        """Token ids of new messages after a turn that ended with `stop`; None if the family cannot bridge."""
         turn = [*self._turns[any(message.role == "tool" for message in new)], stop]
         messages, tool_specs = template.inputs(new, tools, begins=False)
         bridged = _foreign(
@@ -71,19 +71,21 @@ class Bridge:
     def render(
         self, template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Tool]
     ) -> list[int] | None:
+        """Token ids of a whole prompt; None if the family raises."""
         escaped, tool_specs = template.inputs(messages, tools)
         whole = _foreign(lambda: self._renderer.render(escaped, tools=tool_specs, add_generation_prompt=True))
         return None if whole is None else list(whole.token_ids)
 
 
 def available() -> bool:
+    """Whether the package `renderers` is installed."""
     return importlib.util.find_spec("renderers") is not None
 
 
 def find_bridge(
     template: ChatTemplate, vocab: Vocabulary, stop_ids: Sequence[int], arguments: Mapping[str, Any]
 ) -> tuple[Bridged | None, str]:
-    """The family that serves the template, and a note that names it or the reason why there is none."""
+    """Find the family that serves the template; the note names it or explains why there is none."""
     if not available():
         return None, "no tier bridge: install afield[renderers] to try the bridges of model families"
     for family in _families():
@@ -105,7 +107,7 @@ def find_bridge(
 def make_bridge(
     family: str, template: ChatTemplate, vocab: Vocabulary, arguments: Mapping[str, Any]
 ) -> Bridge | None:
-    """None where the family does not know this vocabulary or these template arguments."""
+    """Create the bridge of a family; None if it does not support the vocabulary or template arguments."""
 
     def make() -> Bridge:
         renderers: Any = importlib.import_module("renderers")
@@ -125,7 +127,7 @@ def _families() -> list[str]:
 
 
 def _foreign(work: Callable[[], T]) -> T | None:
-    """The result of another project's code; None where it raises."""
+    """Result of third-party code; None if it raises."""
     failures: list[Failure] = []
     with boundary(FailureKind.INFRASTRUCTURE, Reason.LAUNCH, failures.append):
         return work()
@@ -133,7 +135,7 @@ def _foreign(work: Callable[[], T]) -> T | None:
 
 
 class _Tokenizer:
-    """Our vocabulary as `renderers` wants a tokenizer. Cuts at breaks, so escaped content is safe."""
+    """Tokenizer interface of `renderers` for a `Vocabulary`, which honours escaped content."""
 
     unk_token_id = None
     eos_token_id = None
@@ -172,7 +174,7 @@ def _agrees(bridge: Bridge, template: ChatTemplate, vocab: Vocabulary) -> bool:
 
 
 class _PatternCheck:
-    """The stop ids behind which the bridge does for a pattern what the template does."""
+    """Finds the stop ids after which the bridge equals the template, for one pattern."""
 
     def __init__(
         self, bridge: Bridge, template: ChatTemplate, vocab: Vocabulary, pattern: str, stop_ids: Sequence[int]

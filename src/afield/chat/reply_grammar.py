@@ -1,9 +1,10 @@
-"""Grammars of replies in a model's own format, as structural tags of xgrammar.
+"""Reply grammars in a model's own format, as xgrammar structural tags.
 
-A reply is reasoning (free, or bounded by a number of tokens), then text, JSON or calls. The readers in
-`formats` read exactly what is allowed here. A grammar is told as JSON, so that every engine compiles the same
-text. Markers are texts, which a vocabulary may have as single tokens: xgrammar (0.2.8), where it keeps
-what it compiled, as servers do, confuses grammars that name tokens by their ids.
+1. A reply is reasoning (unlimited, or limited to a number of tokens), then text, JSON or tool calls. The
+   readers of `parsers.formats` accept everything that a grammar allows.
+2. A grammar is JSON text, so that every engine compiles the same one.
+3. Markers are texts, not token ids: xgrammar 0.2.8 with a compile cache, as servers use it, confuses grammars
+   that differ only in token ids.
 """
 
 from __future__ import annotations
@@ -24,20 +25,25 @@ _OTHER_ROOT = re.compile(r'"\$ref": "#(?!/(?:\$defs|definitions)/)')
 
 
 class CallSpec(Struct, frozen=True):
-    """A function that may be called, and the JSON schema of its arguments."""
+    """Function that a reply may call."""
 
     name: str
+    """Name of the function."""
     schema: Mapping[str, Any]
+    """JSON schema of the arguments."""
 
 
 class ReplyForm(Struct, frozen=True, kw_only=True):
-    """How a model spells its replies."""
+    """Reply format of a model."""
 
     tool_format: ToolFormat | None = None
+    """Tool-call format; None if the model has none."""
     reasoning: ReasoningFormat | None = None
+    """Reasoning format; None if the model has none."""
     opened: bool = False
-    """Whether the prompt has opened a block of reasoning."""
+    """Whether the prompt opens a block of reasoning."""
     harmony: bool = False
+    """Whether replies are in the harmony format (gpt-oss)."""
 
 
 def grammar(
@@ -50,9 +56,17 @@ def grammar(
     thinks: bool = True,
     budget: int | None = None,
 ) -> str:
-    """The text of a grammar. With `calls` the reply makes at least one (`forced`), or one or what `output`
-    says, or else text and calls of these; `several` or one at most. Without any of it the reply is free. It
-    may think before, for as many tokens as `budget` says, unless `thinks` is False."""
+    """Text of a grammar; without `output` and `calls` the reply is unconstrained after the reasoning.
+
+    Args:
+        form: reply format of the model.
+        output: element that the text must match; None for any text.
+        calls: functions that the reply may call, instead of `output` or after free text.
+        forced: whether the reply must make a call.
+        several: whether the reply may make more than one call.
+        thinks: whether the reply may begin with reasoning.
+        budget: maximum number of reasoning tokens; None for no limit.
+    """
     if form.harmony:
         body = _harmony(output, calls, forced=forced, thinks=thinks, budget=budget)
     else:
@@ -78,24 +92,24 @@ def maybe(element: Element) -> Element:
 
 
 def repeated(element: Element) -> Element:
-    """Any number of times."""
+    """Zero or more repetitions."""
     return {"type": "star", "content": element}
 
 
 def text(*without: str, limit: int | None = None) -> Element:
-    """Any text in which none of these stands."""
+    """Any text that contains none of `without`, of at most `limit` tokens."""
     element: Element = {"type": "any_text", "excludes": list(without)}
     return element if limit is None else element | {"max_tokens": limit}
 
 
 def json_value(schema: Mapping[str, Any] | bool, *without: str) -> Element:
-    """A value in JSON; its strings have none of the texts `without`."""
+    """JSON value whose strings contain none of `without`."""
     element: Element = {"type": "json_schema", "json_schema": schema}
     return element | {"excludes": list(without)} if without else element
 
 
 def _without(element: Element, *markers: str) -> Element:
-    """JSON in which no marker stands that a reader would take for one."""
+    """Exclude markers from the strings of a JSON element; other elements are unchanged."""
     return element | {"excludes": list(markers)} if element["type"] == "json_schema" else element
 
 
@@ -112,7 +126,7 @@ def choice(values: Sequence[str]) -> Element:
 
 
 def spelled(*parts: str | Element) -> Element:
-    """Texts and elements, one after the other."""
+    """Sequence of literal texts and elements."""
     elements: list[Element] = []
     for part in parts:
         if not isinstance(part, str):
@@ -126,7 +140,7 @@ def spelled(*parts: str | Element) -> Element:
 
 
 def _thoughts(form: ReplyForm, *, thinks: bool, budget: int | None) -> list[Element]:
-    """What may stand, or has to, before the reply."""
+    """Reasoning before the reply: required if the prompt opens it, else optional."""
     tags = form.reasoning
     if tags is None:
         return []
@@ -136,7 +150,7 @@ def _thoughts(form: ReplyForm, *, thinks: bool, budget: int | None) -> list[Elem
     return [maybe(sequence(spelled(tags.opening), *rest))] if thinks and budget != 0 else []
 
 
-# --- what follows --------------------------------------------------------------------------------
+# --- text and calls ------------------------------------------------------------------------------
 
 
 def _body(
@@ -153,13 +167,13 @@ def _body(
         return either([section, _without(output, form.tool_format.opening)])
     opening = form.tool_format.opening
     if form.tool_format.bare:
-        # A reply that begins with a brace is a call; one that does not has none.
+        # A reply that begins with a brace is a call; any other reply has no call.
         return either([section, maybe(sequence(regex(r"[^{\s]"), text(opening)))])
     return sequence(text(opening), maybe(section))
 
 
 def _section(tool_format: ToolFormat, calls: Sequence[CallSpec], *, several: bool) -> Element:
-    """One call, or as many as there may be."""
+    """Section of one call, or of one or more if `several`."""
     spelling = SPELLINGS[tool_format.name]
     one = either([spelling.call(call) for call in calls])
     more = repeated(sequence(*_of(spelling.between), one)) if several else None
@@ -171,12 +185,16 @@ def _of(literal: str) -> list[Element]:
 
 
 class _Spelling(Struct, frozen=True, kw_only=True):
-    """How a format writes calls: what begins a section, stands between two of them and ends it."""
+    """Grammar of a tool-call format."""
 
     call: Callable[[CallSpec], Element]
+    """Element of one call."""
     begin: str = ""
+    """Literal before the first call."""
     between: str = ""
+    """Literal between two calls."""
     end: str = ""
+    """Literal after the last call."""
 
 
 def _object(
@@ -197,7 +215,7 @@ def _headed(before: str, separator: str, after: str) -> Callable[[CallSpec], Ele
 
 
 def _kimi(spec: CallSpec) -> Element:
-    """The id of a call counts the calls of a conversation."""
+    """Call in Kimi's format; its id contains the number of the call in the conversation."""
     return spelled(
         f"<|tool_call_begin|>functions.{spec.name}:",
         regex("0|[1-9][0-9]{0,3}"),
@@ -212,13 +230,16 @@ def _quoted(name: str) -> str:
 
 
 class _Parameter(Struct, frozen=True):
-    """How one argument is written: what stands before its name, after it, and after its value."""
+    """Literals around one argument of a tagged call."""
 
     before: str
+    """Literal before the name."""
     named: str
+    """Literal between name and value."""
     after: str
+    """Literal after the value."""
     end: str
-    """What ends a value wherever it stands."""
+    """Literal that ends a value; values cannot contain it."""
 
 
 def _tagged(before: str, named: str, parameter: _Parameter, after: str):
@@ -242,7 +263,7 @@ def _tagged(before: str, named: str, parameter: _Parameter, after: str):
 
 
 def object_schemas(schema: Any) -> list[dict[str, Any]]:
-    """The objects among what a schema allows, each with its definitions."""
+    """Object schemas among the alternatives of a schema, each with its definitions."""
     objects: list[dict[str, Any]] = []
     for kind in _alternatives(_with_definitions(schema, schema)):
         if not kind.keys() - set(DEFINITIONS):
@@ -270,12 +291,12 @@ def _with_definitions(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def _plain(schema: Any, parameter: _Parameter) -> Element:
-    """A value as it is written without quotes where it is a string."""
+    """Value of a tagged argument; strings are written without quotes."""
     kinds = _alternatives(schema)
     if any(
         kind.keys() <= {"type", *DEFINITIONS} and kind.get("type", "string") == "string" for kind in kinds
     ):
-        return text(parameter.end)  # whatever is written is some value
+        return text(parameter.end)  # any text is a valid string
     if not kinds:
         raise ValueError("a schema of alternatives has none but itself")
     if _OTHER_ROOT.search(json.dumps(schema)):
@@ -288,7 +309,7 @@ def _is_text(schema: Mapping[str, Any]) -> bool:
 
 
 def _alternatives(schema: Any, seen: set[str] | None = None) -> list[dict[str, Any]]:
-    """Schemas of one type each; what has no keyword allows everything. Each `$ref` is followed once."""
+    """Flatten `anyOf` into its alternatives; follows each `$ref` once. An empty schema allows everything."""
     if not isinstance(schema, dict):
         return [{}]
     if "anyOf" not in schema:
@@ -313,7 +334,7 @@ def _plain_one(schema: Mapping[str, Any]) -> Element:
         return json_value(schema)
     if "pattern" in schema:
         return regex(schema["pattern"].removeprefix("^").removesuffix("$"))
-    # A format: what JSON writes between quotes is the text itself, since it has nothing to escape.
+    # Only a string with a `format` is left.
     raise ValueError("a string with a format cannot be written in this model's format of calls")
 
 
@@ -352,7 +373,7 @@ SPELLINGS: dict[str, _Spelling] = {
         end="\n]",
     ),
 }
-"""By the name of the format."""
+"""Grammars of the tool-call formats, by format name."""
 
 
 # --- harmony -------------------------------------------------------------------------------------
@@ -368,7 +389,7 @@ def _harmony(
     thinks: bool,
     budget: int | None,
 ) -> Element:
-    """A message of reasoning, then one that answers or calls. A call ends the turn."""
+    """Optional reasoning message, then a final message or a call. A call ends the turn."""
     thoughts = spelled(
         "<|channel|>analysis<|message|>",
         text(*HARMONY_ENDS, limit=budget),

@@ -1,4 +1,4 @@
-"""The conversations a template is tried with."""
+"""Sample conversations for measuring chat templates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATTERNS = (
 )
 MARK = "zebra"
 QUESTION = Message(role="user", content="Will it rain in Bern?")
-# A value of each kind: what a format cannot tell apart shows here.
+# A value of each JSON type, to detect formats that cannot distinguish them.
 ARGUMENTS = {
     "city": "Zürich ☂ 北京",
     "days": [1, 2.5, {"deep": {"er": None}}],
@@ -63,13 +63,14 @@ TOOL = Tool(
 
 
 def call(id: str, arguments: dict[str, Any]) -> ToolCall:
+    """Call of the sample tool."""
     return ToolCall(id, TOOL.name, json.dumps(arguments, ensure_ascii=False))
 
 
 def conversations(pattern: str, *, named: bool = False) -> Iterator[tuple[list[Message], list[Message]]]:
-    """Conversations whose last turn carries the mark, and new messages of the pattern to follow them.
+    """Histories whose last turn contains `MARK`, each with new messages of the pattern.
 
-    With `named`, results say which tool they come from.
+    With `named`, tool results have the name of their tool.
     """
     for result in ("12 degrees.", ""):
         new = _new(pattern, result, TOOL.name if named else "")

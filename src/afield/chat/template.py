@@ -1,11 +1,12 @@
-"""A model's own chat template: messages to text.
+"""Chat template of a model: renders messages and tools to text.
 
-Runs the Jinja source in a sandbox with what transformers offers templates: the special tokens by
-name, `tojson` that leaves the text alone, `raise_exception`, `strftime_now` (the time is frozen when
-the template is loaded), loop controls and the `generation` tag. Every string of a message or a tool
-is escaped on its way in. A conversation goes through the rules that the template needs (`rules`) first.
-Refuses with `UsageError` the messages the template refuses in spite of them; under the policy `strict`
-also those that a rule would have to change.
+1. Runs the Jinja source in a sandbox with the globals that transformers provides: special tokens by name,
+   `tojson` without HTML escaping, `raise_exception`, `strftime_now` (frozen when the template is loaded),
+   loop controls and the `generation` tag.
+2. Escapes every string of a message or tool, so that content cannot become a control token.
+3. Applies the message rules that the template needs; see `message_rules`.
+4. Raises `TemplateRefusal` for messages that the template refuses after that; under the policy `strict`
+   also for messages that a rule would change.
 """
 
 from __future__ import annotations
@@ -33,32 +34,43 @@ from afield.chat.parsers.json_scanner import JsonScanner
 from afield.errors import UsageError
 from afield.types import Message, ToolCall
 
-# What templates, which are foreign code, raise when they meet messages they were not written for.
+# Exceptions of template code that meets messages it was not written for.
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
-TOOLSETS = 64  # of the latest requests, kept as templates take them
+TOOLSETS = 64  # tool lists whose escaped form is cached
 
 
 class Tool(Struct, frozen=True):
-    """A function the model may call. `raw` is the tool object as the client gave it: what is rendered."""
+    """Function that the model may call."""
 
     name: str
+    """Name of the function."""
     description: str
+    """Description for the model."""
     parameters: dict[str, Any]
+    """JSON schema of the arguments."""
     raw: dict[str, Any]
+    """Tool object as the client sent it; this is rendered."""
 
 
 class TemplateRefusal(UsageError, ValueError):
-    """These messages or tools cannot be rendered."""
+    """The chat template cannot render the messages or tools."""
 
 
 class _Raised(TemplateRefusal):
-    """The template itself raised."""
+    """The template raised an exception."""
 
 
 class ChatTemplate:
-    """`sources` holds the template under "default" and, where the model has one, another under "tool_use"."""
+    """Compiled chat template; `with_...` methods return changed copies.
+
+    Args:
+        sources: Jinja sources by name: "default" and, if the model has one, "tool_use".
+        variables: variables of the template besides the conversation.
+        now: date and time that `strftime_now` prints.
+        literals: texts of the control tokens, for escaping.
+    """
 
     def __init__(
         self,
@@ -86,7 +98,7 @@ class ChatTemplate:
         self._strict = False
 
     def under(self, escape: str, *, strict: bool = False) -> ChatTemplate:
-        """The same template under other policies, for control tokens in content and for rules."""
+        """Copy with another escape policy, and with or without `strict` rules."""
         other = copy(self)
         other._escape = policy(escape, self._literals, self._fixed)
         other._known_tools = {}
@@ -94,9 +106,9 @@ class ChatTemplate:
         return other
 
     def with_rules(self, rules: Iterable[str], *, last_resort: bool = False) -> ChatTemplate:
-        """The same template, which gets conversations as these rules leave them.
+        """Copy that applies these message rules.
 
-        With `last_resort`, the other rules are tried on what it refuses all the same.
+        With `last_resort`, `render_any` tries the other rules on a conversation that is still refused.
         """
         other = copy(self)
         other.rules = frozenset(rules)
@@ -104,35 +116,39 @@ class ChatTemplate:
         return other
 
     def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:
-        """The same template, told these variables too."""
+        """Copy with additional template variables."""
         other = copy(self)
         other._variables = {**self._variables, **variables}
         return other
 
     def without_variables(self, names: Collection[str]) -> ChatTemplate:
+        """Copy without these template variables."""
         other = copy(self)
         other._variables = {name: value for name, value in self._variables.items() if name not in names}
         return other
 
     def with_text_arguments(self) -> ChatTemplate:
-        """For a template that takes the arguments of a call only as text, as its model wrote them."""
+        """Copy for a template that accepts call arguments only as text, not as an object."""
         other = copy(self)
         other._text_arguments = True
         return other
 
     def with_content_parts(self) -> ChatTemplate:
-        """For a template that takes the content of a message only as a list of parts."""
+        """Copy for a template that accepts message content only as a list of parts."""
         other = copy(self)
         other._content_parts = True
         return other
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], *, generation: bool) -> str:
-        """Escaped text; with `generation` it ends where the model goes on."""
+        """Render to escaped text; with `generation` it ends with the generation prompt."""
         folded = self._folded(messages, tools, self.rules, generation=generation)
         return self._render(folded, tools, generation)
 
     def render_any(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[str, tuple[str, ...]]:
-        """A prompt, and the rules that were applied: those of the template, or else all there are."""
+        """Render a prompt; returns it with the names of the rules that changed the conversation.
+
+        Falls back to the last-resort rules if the template refuses its own.
+        """
         folded = self._folded(messages, tools, self.rules, generation=True)
         try:
             return self._render(folded, tools, generation=True), folded.applied
@@ -143,7 +159,7 @@ class ChatTemplate:
             return self._render(last, tools, generation=True), last.applied
 
     def applied(self, new: Sequence[Message]) -> tuple[str, ...]:
-        """The rules that change messages which follow a turn."""
+        """Rules that change new messages after a turn."""
         return fold(new, (), self.rules, begins=False, generation=True).applied if self.rules else ()
 
     def _folded(
@@ -190,9 +206,9 @@ class ChatTemplate:
     def inputs(
         self, messages: Sequence[Message], tools: Sequence[Tool], *, begins: bool = True
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """Messages and tools as templates take them before a turn of the model's, escaped.
+        """Escaped messages and tools as template variables, after the message rules.
 
-        With `begins` false, the messages follow a turn that is not among them.
+        With `begins` false, the messages follow a turn that is not part of them.
         """
         folded = self._folded(messages, tools, self.rules, begins=begins, generation=True)
         return self._escaped_messages(folded.messages), self.tools(tools if folded.tools else ())
@@ -201,14 +217,15 @@ class ChatTemplate:
         return [self._checked(self._message, m, f"message {n} ({m.role})") for n, m in enumerate(messages)]
 
     def tools(self, tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
+        """Escaped tools as a template variable; None without tools."""
         if not tools:
             return None
-        key = id(tools)  # held below, so that the id is not used again while it is known
+        key = id(tools)  # the cache entry keeps a reference, so that the id stays unique
         if (entry := self._known_tools.get(key)) is None:
             escaped = [self._checked(self._escaped, tool.raw, f"tool {tool.name}") for tool in tools]
             entry = self._known_tools[key] = (tools, escaped)
             while len(self._known_tools) > TOOLSETS:
-                with suppress(KeyError, RuntimeError):  # another thread was faster
+                with suppress(KeyError, RuntimeError):  # another thread changed the cache
                     del self._known_tools[next(iter(self._known_tools))]
         return entry[1]
 
@@ -236,7 +253,7 @@ class ChatTemplate:
         return out
 
     def _parts(self, message: Message) -> list[dict[str, str]]:
-        """Text and images in their order, for templates that know what to do with them."""
+        """Content as a list of text and image parts, in order."""
         if message.images and not self.takes_images:
             raise TemplateRefusal("the model's chat template has no place for images; send text")
         parts: list[dict[str, str]] = []
@@ -253,7 +270,7 @@ class ChatTemplate:
 
     @cached_property
     def takes_images(self) -> bool:
-        """Whether an image changes what is rendered, and not by being spelled out."""
+        """Whether the template renders an image part, other than as its Python or JSON text."""
         text = {"type": "text", "text": "Look."}
         try:
             plain, pictured = (
@@ -297,7 +314,7 @@ def _roles(messages: Sequence[Message]) -> str:
 
 
 def _object_or_text(arguments: str) -> Any:
-    """The JSON object, or the text as it is where it is none."""
+    """Parse arguments as a JSON object; other text is returned unchanged."""
     scanner = JsonScanner()
     end = scanner.feed(arguments, 0)
     if not arguments.lstrip().startswith("{") or not scanner.done or arguments[end:].strip():
@@ -319,14 +336,14 @@ def _environment(now: datetime) -> ImmutableSandboxedEnvironment:
 
 
 def _fixed(environment: ImmutableSandboxedEnvironment, source: str) -> Iterator[str]:
-    """The texts a template is made of."""
+    """Literal texts and string constants of a template."""
     tree = environment.parse(source)
     yield from (node.data for node in tree.find_all(nodes.TemplateData))
     yield from (node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what the model wrote; it renders as its body."""
+    """Jinja tag `{% generation %}`, which marks assistant text; renders as its body."""
 
     tags = {"generation"}  # noqa: RUF012
 

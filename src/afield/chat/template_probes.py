@@ -2,8 +2,9 @@
 
 1. A template has a tool-call format if the format's reader returns the calls that were rendered.
 2. A conversation counts as rendered if the template does not raise and shows every message and, with tools,
-   every call. From all message rules, the most invasive first, those are dropped without which no
-   conversation is lost. A template that renders everything gets no rules.
+   every call.
+3. `with_rules` starts from all message rules and drops each one, the most invasive first, whose removal loses
+   no conversation. A template that renders everything gets no rules.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from afield.chat.template import ChatTemplate, TemplateRefusal, Tool
 from afield.chat.vocabulary import Vocabulary
 from afield.types import Message, Role, ToolCall
 
-# The variables by which templates turn thinking on and off.
+# Template variables that turn thinking on and off.
 SWITCHES = ("enable_thinking", "thinking")
-# Call ids: ours, those of nine characters, those that contain the name.
+# Call ids: of the gateway, of nine characters, with the function's name.
 _IDS = ("call_{n}_abcd", "call0000{n}", "functions.forecast:{n}")
 
 
 def rendered(
     template: ChatTemplate, messages: Sequence[Message], *, tools: bool = False, generation: bool = False
 ) -> str | None:
+    """Rendered text; None if the template refuses the messages."""
     try:
         return template.render(messages, (TOOL,) if tools else (), generation=generation)
     except TemplateRefusal:
@@ -40,6 +42,7 @@ def rendered(
 
 
 def speaks_harmony(template: ChatTemplate) -> bool:
+    """Whether the template writes the harmony format (gpt-oss)."""
     return CHANNEL in template.source and MESSAGE in template.source
 
 
@@ -83,7 +86,7 @@ def _reader(tool_format: ToolFormat) -> Reader:
 
 
 def _begin(tool_format: ToolFormat, tail: str) -> str:
-    """The text from a bare call on: a template writes the role before it."""
+    """Text from a bare call on; the template writes the role before it."""
     return tail[tail.find("{") :] if tool_format.bare and tool_format.opening not in tail else tail
 
 
@@ -114,17 +117,19 @@ def starts_thinking(template: ChatTemplate, tags: ReasoningFormat | None) -> boo
 
 
 class Switches(Struct, frozen=True):
-    """How a template turns thinking on and off."""
+    """Template variables that control thinking."""
 
     name: str | None
-    """Template variable that switches thinking; None if there is none."""
+    """Variable that turns thinking on and off; None if there is none."""
     default: bool
-    """Whether the template thinks without it."""
+    """Whether thinking is on if the variable is not set."""
     effort: bool
-    """Whether the template takes `reasoning_effort`."""
+    """Whether the template uses `reasoning_effort`."""
 
 
 def find_switches(template: ChatTemplate, arguments: Mapping[str, Any]) -> Switches:
+    """Find the variables of `SWITCHES` and `reasoning_effort` that change the generation prompt."""
+
     def prompt(**more: Any) -> str | None:
         return rendered(template.with_variables(more), [QUESTION], generation=True)
 
@@ -140,7 +145,10 @@ def find_switches(template: ChatTemplate, arguments: Mapping[str, Any]) -> Switc
 
 
 def call_ids(template: ChatTemplate) -> str:
-    """`free`: never shown; `rendered`: shown as they are; `nine`: shown, nine letters or digits each."""
+    """How the template renders call ids.
+
+    `free`: not at all; `rendered`: unchanged; `nine`: only ids of nine letters or digits.
+    """
     template = template.with_rules(template.rules - {"call-ids"})
     ours, nine, other = (_with_ids(template, ids) for ids in ("call_{n}_abcd", "call0000{n}", "cccc0000{n}"))
     if nine is None or nine == other:
@@ -155,7 +163,7 @@ def _with_ids(template: ChatTemplate, ids: str) -> str | None:
 
 
 def keeps_reasoning(template: ChatTemplate) -> bool:
-    """Whether the reasoning of a last turn is rendered at all."""
+    """Whether the template renders the reasoning of the last turn."""
     text = rendered(
         template, [QUESTION, Message(role="assistant", content="Yes.", reasoning="Cloudy, I think.")]
     )
@@ -163,11 +171,12 @@ def keeps_reasoning(template: ChatTemplate) -> bool:
 
 
 def prints_date(template: ChatTemplate) -> bool:
+    """Whether the template uses the current date."""
     return "strftime_now" in template.source
 
 
 def unsafe_literals(vocab: Vocabulary) -> Iterator[str]:
-    """Control tokens that content can spell even where it is escaped."""
+    """Control tokens that escaped content can still produce."""
     escape = Escape(vocab.control)
     for literal, control in sorted(vocab.control.items()):
         if control in vocab.encode(escape(f"a{literal}b")):
@@ -175,7 +184,7 @@ def unsafe_literals(vocab: Vocabulary) -> Iterator[str]:
 
 
 def changed_by_escape(vocab: Vocabulary) -> str | None:
-    """A literal whose text does not survive being encoded piece by piece."""
+    """First control literal whose text changes when it is escaped, encoded and decoded; None if none does."""
     escape = Escape(vocab.control)
     for literal, control in sorted(vocab.control.items()):
         ids = vocab.encode(escape(f"a{literal}b"))
@@ -186,7 +195,7 @@ def changed_by_escape(vocab: Vocabulary) -> str | None:
 
 # --- message rules ---------------------------------------------------------------------------------
 
-# Rules for tools are chosen by whether calls can be read; the others in this order, unless they are needed.
+# Order in which rules are tried for removal; `_tool_rules` chooses the rules for tools.
 _DROPPED = (
     "fold-first-system",
     "add-user-between",
@@ -219,7 +228,7 @@ _ROLES: dict[str, Role] = {
 
 
 def as_taken(template: ChatTemplate) -> ChatTemplate:
-    """The template with message content and call arguments in the form that it takes."""
+    """Template that gets message content and call arguments in the form it accepts."""
     plain = rendered(template, [QUESTION])
     if plain is None or QUESTION.content not in plain:
         parts = template.with_content_parts()
@@ -232,12 +241,12 @@ def as_taken(template: ChatTemplate) -> ChatTemplate:
 
 
 def unchanged(template: ChatTemplate) -> ChatTemplate:
-    """The template without rules, except the name of a role that it does not know."""
+    """Template without rules, except `SAME_ROLE` if it does not know the developer role."""
     return template.with_rules(() if "developer" in template.source else (SAME_ROLE,))
 
 
 def with_rules(template: ChatTemplate) -> ChatTemplate:
-    """The template with the rules it needs."""
+    """Template with the message rules it needs."""
     for tools in (_tool_rules(template), frozenset[str]()):
         candidate = template.with_rules(_needed(template, tools))
         if not tools or find_tool_format(candidate)[0]:
@@ -270,7 +279,7 @@ def _needed(template: ChatTemplate, tools: frozenset[str]) -> frozenset[str]:
 
 
 class _Tries:
-    """Conversations that a template renders under some rules; equal ones are rendered once."""
+    """Renders the test conversations under given rules, with a cache."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -279,6 +288,7 @@ class _Tries:
         self.all = frozenset(range(len(self._cases)))
 
     def rendered(self, rules: frozenset[str]) -> frozenset[int]:
+        """Indices of the conversations that the template renders completely under these rules."""
         return frozenset(n for n, case in enumerate(self._cases) if self._renders(*case, rules))
 
     def _renders(self, messages: list[Message], tools: Sequence[Tool], rules: frozenset[str]) -> bool:
@@ -322,7 +332,7 @@ def _conversations() -> Iterator[tuple[list[Message], Sequence[Tool]]]:
 
 
 def _conversation(shape: str) -> list[Message]:
-    """Messages with words of their own; results belong to the calls before them."""
+    """Conversation of a shape from `_SHAPES`; every message has distinct text."""
     messages: list[Message] = []
     waiting: list[str] = []
     for n, letter in enumerate(shape):

@@ -9,7 +9,7 @@ use from several threads. It renders a prompt in one of four tiers:
 3. `splice`: the whole conversation, of which the part after the last sampled turn is taken.
 4. `full`: the whole conversation, as a new root.
 
-`TemplateProfile.appends` says which patterns of new messages `bridge` and `append` serve exactly.
+`TemplateProfile.appends` lists the patterns of new messages that `bridge` and `append` render exactly.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _key(arguments: Mapping[str, Any]) -> str:
 
 
 class ChatTokenizer:
-    """Renders and parses the chat format of one model; made by `load`."""
+    """Renders and parses the chat format of one model; create it with `load`."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class ChatTokenizer:
         ends = [end.id for end in (said, called) if end]
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((*files.stop_ids, *ends)))
         self.image_id = files.image_id
-        self.turn_ends = frozenset(ends or self.stop_ids)  # a turn that stopped otherwise lacks its end
+        self.turn_ends = frozenset(ends or self.stop_ids)  # a turn with another last token is truncated
         family = self.profile.family
         self._bridge = make_bridge(family, template, vocab, arguments) if family else None
         self._format = next((f for f in FORMATS if f.name == self.profile.tool_format), None)
@@ -101,9 +101,13 @@ class ChatTokenizer:
     ) -> ChatTokenizer:
         """Load a model directory; raises UsageError when its tokenizer or chat template is missing.
 
-        `arguments` go to the template (`enable_thinking`); `now` is the date it prints, default today.
-        Without `rules`, conversations are not changed to suit the template. `cache` is a directory that keeps
-        template profiles between starts.
+        Args:
+            model_dir: directory with tokenizer.json and a chat template.
+            name: model name; None uses the name of the directory.
+            arguments: variables for the template, such as `enable_thinking`.
+            now: date that the template prints; None uses the current time.
+            cache: directory that keeps template profiles between starts; None for none.
+            rules: whether message rules may change conversations that the template refuses.
         """
         model_dir = Path(model_dir)
         files = model_files.read(model_dir)
@@ -139,15 +143,15 @@ class ChatTokenizer:
 
     @cached_property
     def switches(self) -> Switches:
-        """How the chat template turns thinking on and off."""
+        """Template variables that turn thinking on and off."""
         return find_switches(self._template, self._arguments)
 
     def variant(self, arguments: Mapping[str, Any]) -> ChatTokenizer | None:
-        """The same model with more template arguments; None before `make_variant` made it."""
+        """Tokenizer with additional template arguments; None until `make_variant` has created it."""
         return self._variants.get(_key(arguments)) if arguments else self
 
     def make_variant(self, arguments: Mapping[str, Any]) -> ChatTokenizer:
-        """The same model with more template arguments. Profiling takes a while; done once per arguments."""
+        """Create a tokenizer with additional template arguments; profiles the template the first time."""
         if (variant := self.variant(arguments)) is not None:
             return variant
         if self._make is None:
@@ -155,7 +159,7 @@ class ChatTokenizer:
         return self._variants.setdefault(_key(arguments), self._make({**self._arguments, **arguments}))
 
     def _markers(self) -> set[str]:
-        """Literals that structure a reply: parsed, not hidden, even if they are special tokens."""
+        """Literals that structure a reply; parsed rather than hidden, even if they are special tokens."""
         tags = (self._tags.opening, self._tags.closing) if self._tags else ()
         calls = self._format.markers if self._format else ()
         return {*tags, *calls, *(MARKERS if self.profile.reasoning == HARMONY else ())}
@@ -163,11 +167,14 @@ class ChatTokenizer:
     def under(
         self, *, thinking: str = "preserve", escape: str = "escape", render: str = "fold"
     ) -> ChatTokenizer:
-        """The same model under other policies.
+        """Tokenizer of the same model with other policies.
 
-        `thinking`: `preserve` keeps sampled reasoning, `template` does as the template does (and branches
-        where it strips), `per_turn` never appends. `escape`: policy for control tokens in content. `render`:
-        `fold` changes conversations that the template would refuse by its rules, `strict` refuses them.
+        Args:
+            thinking: `preserve` keeps sampled reasoning; `template` follows the template, and starts a new
+                branch where it strips reasoning; `per_turn` never appends.
+            escape: policy for control tokens in content, see `escape.POLICIES`.
+            render: `fold` applies message rules to conversations that the template refuses; `strict`
+                refuses them.
         """
         policies = (thinking, escape, render)
         if (tokenizer := self._others.get(policies)) is not None:
@@ -186,7 +193,7 @@ class ChatTokenizer:
         return self._others.setdefault(policies, other)
 
     def root_key(self, tools: Sequence[Tool]) -> str:
-        """Key of prompts that may share a root: same policies, tokenizer, template and tools."""
+        """Key of prompts that may share a root: same tokenizer, template, arguments, tools and policies."""
         parts = [
             self.name,
             self._vocab.hash,
@@ -209,7 +216,7 @@ class ChatTokenizer:
     def render_by_rules(
         self, messages: Sequence[Message], tools: Sequence[Tool]
     ) -> tuple[list[int], tuple[str, ...]]:
-        """`render`, and the rules that changed the conversation; usually none."""
+        """Token ids of `render`, and the rules that changed the conversation."""
         text, applied = self._template.render_any(messages, tools)
         return self._vocab.encode(text), applied
 
@@ -227,9 +234,13 @@ class ChatTokenizer:
     ) -> tuple[str, list[int]] | None:
         """Tier and token ids of new messages after a sampled turn; None if the profile does not allow it.
 
-        The turn ended with a stop id; if it was truncated, the ids begin with the missing stop. Tier
-        `bridge` needs `stop`, the id that ended the turn. The cost does not depend on the length of the
-        conversation.
+        The cost does not depend on the length of the conversation.
+
+        Args:
+            new: messages after the turn.
+            truncated: whether the turn lacks its stop id; the result then begins with it.
+            tools: tools of the conversation.
+            stop: id that ended the turn, required by tier `bridge`.
         """
         pattern, end = pattern_of(new), self._ends.before(new)
         tier = self.profile.appends.get(pattern)
@@ -265,14 +276,14 @@ class ChatTokenizer:
     ) -> list[int] | None:
         """Token ids of new messages after a sampled turn, the last of `history` (tier `splice`).
 
-        `new` may have assistant messages that were not sampled. None if the new messages change what the
-        template writes before them. Renders the whole conversation.
+        Renders the whole conversation. `new` may contain assistant messages that were not sampled. Returns
+        None if the new messages change the text before them.
         """
         end = self._ends.of(history[-1]) if history else None
         if end is None or not new or not self._may_append(truncated):
             return None
         if len(history[-1].tool_calls) > 1 and "split-calls" in self._template.rules:
-            return None  # the turn was sampled in one piece and cannot be split
+            return None  # a sampled turn cannot be split
         strict = self.thinking == "template"
         try:
             text = splice_text(self._template, end, history, new, tools, strict=strict)
@@ -290,11 +301,13 @@ class ChatTokenizer:
     def parser(
         self, *, tools: Sequence[Tool], hold_calls: bool = False, verbatim: bool = False
     ) -> ReplyParser:
-        """A parser for one reply.
+        """Create a parser for one reply.
 
-        It reports a call as it is sampled and withdraws a malformed one; with `hold_calls` it reports a
-        call when it is complete. `verbatim` shows control tokens inside a reply as text, as constraints
-        read them.
+        Args:
+            tools: tools of the call; without tools, nothing is parsed as a tool call.
+            hold_calls: report a call when it is complete; otherwise as it is sampled, and a malformed call
+                is withdrawn.
+            verbatim: show control tokens inside a reply as text, as constraints do.
         """
         return ReplyParser(self._verbatim if verbatim else self._spellings, self._reader(tools, hold_calls))
 
@@ -319,12 +332,12 @@ class ChatTokenizer:
         )
 
     def plain_parser(self, *, verbatim: bool = False) -> ReplyParser:
-        """A parser for a reply of plain text, without reasoning and calls."""
+        """Create a parser for a reply of plain text, without reasoning and calls."""
         reader = ReplyReader(reasoning=None, thinking=False, tool_format=None, hold_calls=True)
         return ReplyParser(self._verbatim if verbatim else self._spellings, reader)
 
     def encode_raw(self, text: str) -> list[int]:
-        """Token ids of a prompt that the client rendered: control tokens in it count."""
+        """Token ids of a prompt that the client rendered; control tokens are recognised."""
         return self._vocab.encode(text.encode("utf-8", "replace").decode())
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -336,7 +349,7 @@ class ChatTokenizer:
         return self._vocab.piece(token)
 
     def shown(self, token: int) -> bytes:
-        """Bytes of a token as a reply shows them: empty for stop ids and hidden control tokens."""
+        """Bytes of a token in a reply: empty for stop ids and hidden control tokens."""
         return self._spellings[token]
 
     def encode_text(self, text: str) -> list[int]:

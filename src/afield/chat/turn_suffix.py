@@ -1,9 +1,10 @@
-"""Text of new messages after a sampled turn, without rendering the conversation again.
+"""Prompt suffix after a sampled turn: renders only the new messages.
 
-The template renders the new messages behind a dummy conversation that ends in an assistant turn (the anchor);
-everything up to the token that ends that turn is cut off. The cost is that of the new messages, and the
-separator after the turn is part of the result. Sampled ids are never rendered again, so a template cannot
-strip their reasoning (policy `preserve`). `profile` checks each pattern of new messages against the template.
+1. The template renders the new messages after a dummy conversation that ends in an assistant turn (the
+   anchor); the text from the token that ends that turn is the suffix, including the separator after it.
+2. The cost is that of the new messages alone.
+3. Sampled ids are never rendered again, so a template cannot strip their reasoning (policy `preserve`).
+4. `profile` checks each pattern of new messages against the full rendering.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from afield.chat.vocabulary import Vocabulary
 from afield.types import Message, ToolCall
 
 ANCHOR = "afieldanchor"
-# Blank reasoning would hide what a template does to the reasoning of earlier turns.
+# Not blank: blank reasoning would hide whether the template strips it.
 _REASONING = "Think about it."
 _THOUGHT = re.compile(
     "|".join(
@@ -50,25 +51,29 @@ class Ends(Struct, frozen=True):
     """Tokens that end a turn of text and a turn of tool calls; usually the same."""
 
     said: TurnEnd | None = None
+    """End of a turn of text; None if the template has none."""
     called: TurnEnd | None = None
+    """End of a turn of tool calls; None if the template has none."""
 
     def before(self, new: Sequence[Message]) -> TurnEnd | None:
+        """End of the turn that these new messages follow."""
         return self.called if any(message.role == "tool" for message in new) else self.said
 
     def of(self, turn: Message) -> TurnEnd | None:
+        """End of an assistant turn."""
         return self.called if turn.tool_calls else self.said
 
 
 def pattern_of(messages: Sequence[Message]) -> str:
-    """The roles in order; a run of one role is a plural: `tools+user`."""
+    """Roles of new messages in order, with a plural for a run of one role: `tools+user`."""
     runs = [(role, len(list(run))) for role, run in groupby(message.role for message in messages)]
     return "+".join(role if length == 1 else f"{role}s" for role, length in runs)
 
 
 def find_ends(template: ChatTemplate, vocab: Vocabulary, stop_ids: Sequence[int]) -> Ends:
-    """Nothing for a template that ends a turn only by beginning the next one.
+    """Find the tokens that end a turn: of several in a row, the one in `stop_ids`, else the last.
 
-    Of several control tokens in a row, it is the one the model stops at, or the last.
+    A template that ends a turn only by beginning the next one has none.
     """
     row = list(_control_tokens(_behind_anchor(template, ANCHORED), vocab))
     said = None
@@ -93,8 +98,8 @@ def _behind_anchor(template: ChatTemplate, turn: Message) -> str:
 
 
 def _control_tokens(text: str, vocab: Vocabulary) -> Iterator[tuple[int, str]]:
-    """The control tokens a text begins with, and where; blanks may stand between them."""
-    # The longest literal first: one may be the beginning of another.
+    """Position and text of the control tokens at the beginning of a text, with optional blanks between."""
+    # Longest first: a literal may be a prefix of another.
     literals = sorted(vocab.control, key=len, reverse=True)
     at = 0
     while True:
@@ -107,14 +112,17 @@ def _control_tokens(text: str, vocab: Vocabulary) -> Iterator[tuple[int, str]]:
 
 
 def after_turn(text: str, marker: str, end: TurnEnd) -> int | None:
-    """Where the end token of the turn that contains the marker begins."""
+    """Position of the end token of the turn that contains the marker; None if there is none."""
     at = text.find(marker)
     at = text.find(end.text, at) if at >= 0 else -1
     return at if at >= 0 else None
 
 
 def delta_text(template: ChatTemplate, end: TurnEnd, new: Sequence[Message]) -> str | None:
-    """From the end token of the anchor's turn to the end of the generation prompt."""
+    """Text from the end token of the anchor turn to the end of the generation prompt.
+
+    None if the rendering lacks the anchor or its end token.
+    """
     text = template.render([QUESTION, _anchor(new), *new], (), generation=True)
     at = after_turn(text, ANCHOR, end)
     return None if at is None else text[at:]
@@ -129,15 +137,15 @@ def splice_text(
     *,
     strict: bool,
 ) -> str | None:
-    """The same behind a real conversation; None where the new messages change what stands before them.
+    """`delta_text` after the real conversation; None if the new messages change the text before them.
 
-    With `strict`, reasoning the template strips counts as a change.
+    With `strict`, reasoning that the template strips counts as a change.
     """
     anchored = [*history[:-1], _in_place_of(history[-1])]
     before = template.render(anchored, tools, generation=False)
     whole = template.render([*anchored, *new], tools, generation=True)
     kept, cut = after_turn(before, ANCHOR, end), after_turn(whole, ANCHOR, end)
-    # A conversation that spells the anchor itself is not worth a cleverer search.
+    # Gives up on a conversation that contains the anchor text itself.
     if kept is None or cut is None or before.count(ANCHOR) != 1 or whole.count(ANCHOR) != 1:
         return None
     same = before[:kept] == whole[:cut] or (not strict and unthought(before[:kept]) == unthought(whole[:cut]))
@@ -145,17 +153,18 @@ def splice_text(
 
 
 def unthought(text: str) -> str:
+    """Text without its reasoning blocks."""
     return _THOUGHT.sub("", text)
 
 
 def shown(message: Message, text: str) -> bool:
-    """Whether a message's words are in the text; templates may trim them."""
+    """Whether the text contains the message's content; templates may strip blanks."""
     words = message.content.strip()
     return not words or words in text.replace(BREAK, "")
 
 
 def _anchor(new: Sequence[Message]) -> Message:
-    """An assistant turn that the new messages can follow: it called the tools whose results they are."""
+    """Assistant turn that the new messages can follow: it calls the tools whose results they contain."""
     results = [message for message in new if message.role == "tool"]
     calls = tuple(ToolCall(result.tool_call_id, result.name or "tool", "{}") for result in results)
     return _in_place_of(Message(role="assistant", tool_calls=calls))

@@ -1,8 +1,9 @@
-"""Text to ids and back, for one `tokenizer.json`.
+"""Tokenizer vocabulary: text to token ids and back, from `tokenizer.json`.
 
-Promises: escaped text never yields a control id, whatever it spells; each id has a fixed spelling in
-bytes, so that a stream of ids is turned into text at a constant cost per id. Control tokens are the
-added tokens, special or not (`<tool_call>` is not); they match literally, never in normalised text.
+1. Escaped text never encodes to a control token; see `escape`.
+2. Each id has fixed bytes, so that decoding a stream costs the same for every id.
+3. Control tokens are the added tokens, special or not (`<tool_call>` is not special). They match literally,
+   never in normalised text.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Vocabulary:
+    """Vocabulary of one `tokenizer.json`; `control` maps the texts of control tokens to ids."""
+
     def __init__(self, data: bytes, path: Path) -> None:
+        """Read `data`, the content of the file at `path`; raises UsageError if it is not a tokenizer."""
         document = _document(data, path)
         self._tokenizer = _tokenizer(document, data, path)
         self._tokenizer.no_truncation()
@@ -37,7 +41,7 @@ class Vocabulary:
         self._added: dict[int, str] = {n: token.content for n, token in added.items()}
         self.longest = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
         self.special_ids = frozenset(n for n, token in added.items() if token.special)
-        # Runs of blanks that some tokenizers list as added tokens are text like any other.
+        # Some tokenizers list runs of blanks as added tokens; those are ordinary text.
         self.control = {text: n for n, text in self._added.items() if text.strip()}
         kinds = set(_decoder_kinds(document.get("decoder")))
         self._byte_level = "ByteLevel" in kinds
@@ -47,10 +51,11 @@ class Vocabulary:
         self._segments = Segments(self._tokenizer, added)
 
     def id_of(self, token: str) -> int | None:
+        """Id of a token; None if the vocabulary lacks it."""
         return self._tokenizer.token_to_id(token)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of escaped text. Control literals outside what was escaped become control ids."""
+        """Token ids of text; control literals that are not escaped become control tokens."""
         ids: list[int] = []
         for piece in text.split(BREAK):
             if piece:
@@ -58,10 +63,11 @@ class Vocabulary:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, with control tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def piece(self, id: int) -> bytes:
-        """What an id spells in the middle of a text; nothing for an id the tokenizer does not know."""
+        """Bytes of an id in the middle of a text; empty for an unknown id."""
         piece = self._pieces.get(id)
         if piece is None:
             piece = self._pieces[id] = self._spell(id)
@@ -95,7 +101,7 @@ def _document(data: bytes, path: Path) -> dict[str, Any]:
 
 
 def _tokenizer(document: dict[str, Any], data: bytes, path: Path) -> Tokenizer:
-    # Matching on normalised text would let content spell a control token in disguise.
+    # Matching on normalised text would let escaped content become a control token.
     disguised = [
         token
         for token in document.get("added_tokens", [])
@@ -106,7 +112,7 @@ def _tokenizer(document: dict[str, Any], data: bytes, path: Path) -> Tokenizer:
     text = json.dumps(document) if disguised else data.decode()
     failures: list[Failure] = []
     tokenizers: list[Tokenizer] = []
-    # The library raises bare exceptions.
+    # The library raises plain Exception.
     with boundary(FailureKind.INFRASTRUCTURE, Reason.LAUNCH, failures.append):
         tokenizers.append(Tokenizer.from_str(text))
     if failures:
@@ -122,7 +128,7 @@ def _decoder_kinds(decoder: Any) -> Iterable[str]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one printable character: itself, or the next one from U+0100."""
+    """Bytes by their character in byte-level BPE: the byte itself if printable, else from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
@@ -134,13 +140,18 @@ _BYTES = _byte_alphabet()
 
 # --- segments --------------------------------------------------------------------------------------
 
-REMEMBERED = 4 * 1024 * 1024  # characters
-OVERHEAD = 64  # characters' worth of what a short stretch takes besides its text
-LONG = 256 * 1024  # characters of a stretch that is not remembered
+REMEMBERED = 4 * 1024 * 1024  # cache size in characters
+OVERHEAD = 64  # overhead of a cache entry, in characters
+LONG = 256 * 1024  # segments with more characters are not cached
 _TRIALS = ("word", " word", "\nword", "word ", "  two  words\n", "Ä", "\n\n", "1234")
 
 
 class Segments:
+    """Encodes text between added tokens separately, with a cache.
+
+    Falls back to encoding in one piece for tokenizers where that gives other ids.
+    """
+
     def __init__(self, tokenizer: Tokenizer, added: Mapping[int, Any]) -> None:
         self._tokenizer = tokenizer
         self._ids = {token.content: n for n, token in added.items()}
@@ -154,6 +165,7 @@ class Segments:
             self._cut = None
 
     def encode(self, text: str, into: list[int]) -> None:
+        """Append the token ids of `text` to `into`."""
         if self._cut is None:
             into.extend(self._whole(text))
             return
@@ -165,10 +177,10 @@ class Segments:
 
     def _whole(self, text: str) -> list[int]:
         try:
-            # The fast one does not work out where in the text each id comes from.
+            # The fast variant computes no character offsets.
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except BaseException as error:
-            # The library panics over very long texts; its PanicException is no Exception.
+            # The library panics on very long texts; its PanicException is not an Exception.
             if type(error).__name__ != "PanicException":
                 raise
             raise ValueError(f"the tokenizer cannot take a text of {len(text)} characters: {error}") from None
@@ -192,7 +204,7 @@ class Segments:
             self._held -= len(gone) + OVERHEAD
 
     def _agrees(self, literals: list[str]) -> bool:
-        """Whether cutting changes nothing, for every added token and every kind of neighbour."""
+        """Whether encoding by segments equals encoding in one piece, tried on added tokens and neighbours."""
         for n, literal in enumerate(literals[:64]):
             before, after = _TRIALS[n % len(_TRIALS)], _TRIALS[(n // 3) % len(_TRIALS)]
             for text in (f"{before}{literal}{after}", f"{literal}{literal}{before}", literal + after):

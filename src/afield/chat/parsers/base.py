@@ -1,7 +1,7 @@
 """Reply events and the interface of tool-call readers.
 
-A parser emits events as tokens arrive; a dialect's encoder turns them into its own stream. A call that turns
-out malformed gets no `ToolEnd`: it is withdrawn, and everything sampled for it follows as text.
+A parser emits events as tokens arrive; a dialect's encoder converts them to its own stream. A call that turns
+out malformed gets no `ToolEnd`: it is withdrawn, and its text follows as `TextDelta`.
 """
 
 from __future__ import annotations
@@ -13,28 +13,44 @@ from msgspec import Struct
 
 
 class TextDelta(Struct, frozen=True, gc=False):
+    """New text of the reply."""
+
     text: str
+    """Text to append."""
 
 
 class ReasoningDelta(Struct, frozen=True, gc=False):
+    """New reasoning text of the reply."""
+
     text: str
+    """Text to append."""
 
 
 class ToolStart(Struct, frozen=True, gc=False):
-    """Start of a call. `id` is set in formats where the model writes one; the gateway fills in the others."""
+    """Start of a tool call."""
 
     index: int
+    """Number of the call in the reply, from 0."""
     name: str
+    """Name of the function."""
     id: str = ""
+    """Call id, in formats where the model writes one; empty otherwise, and the gateway adds one."""
 
 
 class ToolArguments(Struct, frozen=True, gc=False):
+    """New text of a call's arguments."""
+
     index: int
+    """Number of the call in the reply, from 0."""
     text: str
+    """Text to append."""
 
 
 class ToolEnd(Struct, frozen=True, gc=False):
+    """End of a well-formed tool call."""
+
     index: int
+    """Number of the call in the reply, from 0."""
 
 
 Event = TextDelta | ReasoningDelta | ToolStart | ToolArguments | ToolEnd
@@ -44,16 +60,23 @@ Event = TextDelta | ReasoningDelta | ToolStart | ToolArguments | ToolEnd
 
 
 class CallState(Enum):
+    """State of a call reader."""
+
     OPEN = "open"
+    """The call is incomplete."""
     CLOSED = "closed"
+    """The call is complete and well-formed."""
     BROKEN = "broken"
+    """The text is not a call."""
 
 
 class CallReader(Protocol):
     """Incremental reader of one tool call."""
 
     @property
-    def status(self) -> CallState: ...
+    def status(self) -> CallState:
+        """State of the call."""
+        ...
 
     @property
     def name(self) -> str | None:
@@ -66,23 +89,23 @@ class CallReader(Protocol):
         ...
 
     def feed(self, text: str) -> int:
-        """Number of characters taken; the rest comes again with more text."""
+        """Read text; returns the number of characters consumed. The caller passes the rest again."""
         ...
 
     def take(self) -> str:
-        """Text of the arguments since the last call; empty before the name is complete."""
+        """Argument text since the previous `take`; empty before the name is complete."""
         ...
 
 
 def matches(text: str, at: int, literal: str) -> bool | None:
-    """Whether the text has the literal at `at`; None if the text ends too early to tell."""
+    """Whether `text` has the literal at `at`; None if it ends before that is decided."""
     if text.startswith(literal, at):
         return True
     return None if len(text) - at < len(literal) and literal.startswith(text[at:]) else False
 
 
 def partial(text: str, marker: str) -> int:
-    """Number of characters at the end of the text that may begin the marker."""
+    """Length of the longest suffix of the text that is a proper prefix of the marker."""
     for n in range(min(len(text), len(marker) - 1), 0, -1):
         if marker.startswith(text[-n:]):
             return n

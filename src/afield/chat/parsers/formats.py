@@ -18,35 +18,44 @@ from afield.chat.template import Tool
 
 
 class ToolFormat(Struct, frozen=True, kw_only=True):
+    """Tool-call format: markers of a section of calls, and a reader for one call."""
+
     name: str
+    """Name of the format, as in template profiles."""
     opening: str
-    """Begins a section of calls, or a call where there are no sections."""
+    """Literal that begins a section of calls, or a call in formats without sections."""
     reader: Callable[[Sequence[Tool]], CallReader]
+    """Factory of a reader for one call."""
     first: str = ""
-    """Between the opening and the first call."""
+    """Literal between the opening and the first call; empty for none."""
     next: str | None = None
-    """Between two calls of a section; None where a section is one call."""
+    """Literal between two calls of a section; None if a section is one call."""
     end: str = ""
-    """Ends a section. May be missing."""
+    """Literal that ends a section; optional in replies. Empty for none."""
     bare: bool = False
     """Whether a reply that begins with a brace is a call without an opening."""
     literals: tuple[str, ...] = ()
-    """What the reader looks for."""
+    """Other literals that the reader expects."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """What structures a reply: read, not hidden, even where the tokenizer calls it special."""
+        """Literals that structure a reply; parsed rather than hidden, even if they are special tokens."""
         return tuple({self.opening, self.first, self.next or "", self.end, *self.literals} - {""})
 
 
 class ReasoningFormat(Struct, frozen=True):
+    """Tags around reasoning."""
+
     name: str
+    """Name of the format, as in template profiles."""
     opening: str
+    """Literal before the reasoning."""
     closing: str
+    """Literal after the reasoning."""
 
 
 HARMONY = "harmony"
-"""The one format that gives a reply its whole structure; see `harmony`."""
+"""Name of the harmony format, which covers reasoning and calls; see `harmony`."""
 
 REASONING: tuple[ReasoningFormat, ...] = (
     ReasoningFormat("think", "<think>", "</think>"),
@@ -135,7 +144,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         end="<|tool_calls_section_end|>",
         literals=_KIMI[1:],
     ),
-    # Phi and Granite; what Phi closes the list with is a special token that says nothing more.
+    # Phi and Granite. Phi closes the list with one more special token, which is hidden.
     ToolFormat(
         name="json_list",
         opening="<|tool_call|>",

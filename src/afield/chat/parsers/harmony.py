@@ -1,9 +1,11 @@
 """Reader of harmony replies (gpt-oss), where every message has a channel.
 
-`analysis` is reasoning; `final` and a preamble in `commentary` are text; a message to `functions.NAME` is a
-call, whose arguments stream. A call counts when its arguments are a complete JSON object and its message has
-ended; any other message to a tool is text. `openai-harmony` is not used: it needs a vocabulary from the
-network and raises on malformed replies, which have to stay text here.
+1. `analysis` is reasoning; `final` and a preamble in `commentary` are text; a message to `functions.NAME` is
+   a call, whose arguments are streamed.
+2. A call is complete when its arguments are a JSON object and its message has ended; any other message to a
+   tool is text.
+3. `openai-harmony` is not used: it downloads a vocabulary and raises on malformed replies, which have to stay
+   text here.
 """
 
 from __future__ import annotations
@@ -24,6 +26,11 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 class HarmonyReader:
+    """Reader of harmony replies; without `tools`, messages to functions are text.
+
+    With `hold_calls`, a call is reported only when it is complete.
+    """
+
     def __init__(self, *, tools: bool, hold_calls: bool) -> None:
         self._tools = tools
         self._out = ReplyBuilder(hold_calls=hold_calls)
@@ -114,7 +121,7 @@ class HarmonyReader:
 
 
 class _Body:
-    """The arguments of a call: everything up to the end of its message."""
+    """Call reader for the arguments of a message to a function."""
 
     def __init__(self, name: str) -> None:
         self.status = CallState.OPEN

@@ -1,7 +1,7 @@
-"""Calls spelled in JSON: the whole call as an object, or a name in front of an object of arguments.
+"""Readers of tool calls in JSON: one object, or a name and arguments.
 
-Arguments are passed on as they are sampled. Refuses what is not exactly the format: other JSON than
-RFC 8259's, a key twice, a name that is no name, half a surrogate pair that no client could be sent.
+Arguments are streamed as they are sampled. A call is broken unless it has exactly the format: JSON by RFC
+8259, no duplicate key, a valid name, no lone surrogate.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ _OBJECT = msgspec.json.Decoder(dict[str, Any])
 
 
 class ObjectCall:
-    """`{"name": ..., "arguments": {...}}` and what closes it. Keys in any order; others are passed over."""
+    """Reader of `{"name": ..., "arguments": {...}}` and a closing literal.
+
+    Keys may have any order; unknown keys are ignored. `name`, `arguments` and `id` are the names of the keys.
+    """
 
     def __init__(
         self, closing: str = "", *, name: str = "name", arguments: str = "arguments", id: str = "id"
@@ -75,17 +78,17 @@ class ObjectCall:
         return at
 
     def _plain(self, text: str) -> bool:
-        """A call that is all there, in the order everybody writes it, is read in one go."""
+        """Fast path: read a complete call with its keys in the usual order."""
         name, arguments, _ = self._keys
         match = _PLAIN.fullmatch(text)
         if match is None or (match["name_key"], match["arguments_key"]) != (name, arguments):
             return False
         if text.count("{") + text.count("[") > MAX_DEPTH:
-            return False  # perhaps nested too deeply, which only the scanner can tell
+            return False  # may be nested too deeply; the scanner decides
         try:
             _OBJECT.decode(match["arguments"])
         except (msgspec.MsgspecError, RecursionError):
-            return False  # the scanner has the last word on what is JSON
+            return False  # the scanner decides whether it is JSON
         self.name, self.status = match["name"], CallState.CLOSED
         self._arguments.append(match["arguments"])
         return True
@@ -98,7 +101,7 @@ class ObjectCall:
         return text
 
     def _between(self, text: str, at: int) -> int:
-        """One character between keys and values."""
+        """Read one character between keys and values."""
         char = text[at]
         if self._state == "brace" and char == "{":
             self._state = "first key"
@@ -183,10 +186,14 @@ class ObjectCall:
 
 
 class HeadedCall:
-    """A name, something that separates it from the arguments, a JSON object, and what closes the call.
+    """Reader of a name, a separator, a JSON object of arguments and a closing literal.
 
-    With `id_mark`, an id may follow the name; with `id_is_name`, the name is inside the id, as in
-    `functions.NAME:0`.
+    Args:
+        separator: literal between name and arguments.
+        closing: literal after the arguments; empty for none.
+        prefix: literal before the name; empty for none.
+        id_mark: literal between the name and an optional call id; empty for none.
+        id_is_name: whether the head is an id that contains the name, as in `functions.NAME:0`.
     """
 
     def __init__(
@@ -292,5 +299,5 @@ class HeadedCall:
 
 
 def _is_text(value: str) -> bool:
-    """Escapes can spell half a surrogate pair, which no client could be sent."""
+    """Whether the text has no lone surrogate, which JSON escapes can produce and UTF-8 cannot encode."""
     return not any("\ud800" <= char <= "\udfff" for char in value)

@@ -1,8 +1,7 @@
-"""A strict JSON reader that takes its text in pieces.
+"""Incremental JSON scanner: finds the end of a value, strictly by RFC 8259.
 
-It finds where a value ends without looking back, so that a long value costs its length whatever the
-size of the pieces. It refuses what RFC 8259 refuses, and nesting deeper than `MAX_DEPTH`; it builds
-no objects: the text itself is what callers want.
+Scanning is linear in the length of the value, whatever the size of the pieces. Nesting deeper than
+`MAX_DEPTH` fails. The scanner builds no objects: callers use the text itself.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ _CLOSES = {"}": "{", "]": "["}
 
 
 def skip_blank(text: str, at: int) -> int:
+    """Position of the first character from `at` on that is not JSON whitespace."""
     while at < len(text) and text[at] in BLANK:
         at += 1
     return at
 
 
 class JsonScanner:
-    """Reads one value. Stops at its end (`done`) or at the first wrong character (`failed`)."""
+    """Scanner of one value; stops at its end (`done`) or at the first invalid character (`failed`)."""
 
     def __init__(self) -> None:
         self.done = False
@@ -38,7 +38,7 @@ class JsonScanner:
         self._scalar = ""
 
     def feed(self, text: str, at: int) -> int:
-        """The position after what belongs to the value."""
+        """Scan text from `at`; returns the position after the part that belongs to the value."""
         while at < len(text) and not (self.done or self.failed):
             if self._state in {"string", "escape", "hex"}:
                 at = self._in_string(text, at)

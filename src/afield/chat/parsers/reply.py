@@ -1,8 +1,8 @@
-"""The text of a reply to its parts: reasoning, then text and calls.
+"""Streaming reply parser: splits a reply into reasoning, text and tool calls.
 
-Any way of cutting the text gives the same events in sum. A malformed call stays text exactly as it is;
-in a section of several calls, those closed before it stay calls. Blanks between text and a call
-belong to neither.
+1. The parts do not depend on how the text is split into pieces.
+2. A malformed call stays text unchanged; calls of the same section that were complete before it stay calls.
+3. Blanks between text and a call belong to neither.
 """
 
 from __future__ import annotations
@@ -31,30 +31,34 @@ from afield.types import Message, ToolCall
 
 
 class Reader(Protocol):
-    def feed(self, text: str) -> list[Event]: ...
+    """Incremental reader of a reply's text."""
+
+    def feed(self, text: str) -> list[Event]:
+        """Read text; returns the new events."""
+        ...
 
     def finish(self) -> list[Event]:
-        """What was held back. Nothing may be fed afterwards."""
+        """End the reply; returns events for the text held back. No `feed` may follow."""
         ...
 
     @property
     def reply(self) -> Message:
-        """What is known so far; calls appear when they are closed, with the ids their format spells."""
+        """Reply so far; contains complete calls only, with the ids that the model wrote."""
         ...
 
     @property
     def thinking(self) -> bool:
-        """Whether what comes next is reasoning, or the end of it."""
+        """Whether the reader is inside reasoning."""
         ...
 
     @property
     def held(self) -> str:
-        """Text that no event has told yet, because a marker may follow; it is text if the reply ends here."""
+        """Text held back because a marker may follow; it becomes text if the reply ends here."""
         ...
 
 
 class ReplyBuilder:
-    """What was read so far, and the events that tell it."""
+    """Collects the parts of a reply and their events."""
 
     def __init__(self, *, hold_calls: bool) -> None:
         self._hold_calls = hold_calls
@@ -66,6 +70,7 @@ class ReplyBuilder:
 
     @property
     def message(self) -> Message:
+        """Reply so far."""
         return Message(
             role="assistant",
             content="".join(self._content),
@@ -75,18 +80,22 @@ class ReplyBuilder:
 
     @property
     def spoken(self) -> bool:
+        """Whether the reply has text."""
         return bool(self._content)
 
     def drain(self) -> list[Event]:
+        """Events since the previous `drain`."""
         events, self._events = self._events, []
         return events
 
     def say(self, text: str) -> None:
+        """Add text."""
         if text:
             self._content.append(text)
             self._events.append(TextDelta(text))
 
     def think(self, text: str) -> None:
+        """Add reasoning, without leading newlines of the block."""
         if not self._reasoning:
             text = text.lstrip("\n")
         if text:
@@ -94,10 +103,11 @@ class ReplyBuilder:
             self._events.append(ReasoningDelta(text))
 
     def open(self, reader: CallReader, before: str) -> OpenCall:
+        """Start a call; `before` is the text that opened it."""
         return OpenCall(reader, before, self._started)
 
     def report(self, call: OpenCall) -> None:
-        """The news of a call: as they come, or at its end where calls are held."""
+        """Add the new events of a call; with `hold_calls`, only when it is complete."""
         if self._hold_calls and call.status is not CallState.CLOSED:
             return
         self._events.extend(call.news())
@@ -109,7 +119,7 @@ class ReplyBuilder:
 
 
 class OpenCall:
-    """A call being read, and the text it was read from."""
+    """Tool call being read, with the text it was read from."""
 
     def __init__(self, reader: CallReader, before: str, index: int) -> None:
         self.index = index
@@ -124,10 +134,12 @@ class OpenCall:
 
     @property
     def sampled(self) -> str:
+        """Text of the call as sampled, with its opening."""
         return "".join(self._sampled)
 
     @property
     def finished(self) -> ToolCall:
+        """Call with the arguments reported so far."""
         return ToolCall(self._reader.id, self._reader.name or "", "".join(self._arguments))
 
     def feed(self, text: str) -> int:
@@ -136,7 +148,7 @@ class OpenCall:
         return taken
 
     def news(self) -> list[Event]:
-        """What became known since the last time."""
+        """Events since the previous call."""
         events: list[Event] = []
         if self._reader.name is not None and not self.started:
             self.started = True
@@ -148,7 +160,15 @@ class OpenCall:
 
 
 class ReplyReader:
-    """`thinking`: the prompt has opened a block of reasoning already."""
+    """Reader of replies with reasoning tags and a tool-call format.
+
+    Args:
+        reasoning: reasoning tags; None if the model has none.
+        thinking: whether the prompt opened a block of reasoning.
+        tool_format: tool-call format; None parses no calls.
+        hold_calls: report a call only when it is complete.
+        tools: tools of the call, whose schemas give the types of tagged arguments.
+    """
 
     def __init__(
         self,
@@ -209,7 +229,7 @@ class ReplyReader:
         return ("" if self._after_call else self._blanks) + self._held
 
     def _step(self) -> bool:
-        """Takes from what is held; False when more text is needed first."""
+        """Process held text; False if more text is needed."""
         if self._call is not None:
             return self._read_call(self._call)
         if self._state == "text":
@@ -294,7 +314,7 @@ class ReplyReader:
     # --- calls ---
 
     def _read_section(self, tool_format: ToolFormat) -> bool:
-        """Before the first call of a section, or between two of them."""
+        """Read what precedes the first call of a section, or separates two calls."""
         at = skip_blank(self._held, 0)
         if self._state == "first":
             return self._read_first(tool_format, at if tool_format.first else 0)
@@ -354,7 +374,7 @@ class ReplyReader:
 
 
 class Spellings(dict[int, bytes]):
-    """What each id shows, looked up once. One for all parsers of a model."""
+    """Cache of the bytes that each id adds to a reply, shared by all parsers of a model."""
 
     def __init__(self, vocab: Vocabulary, hidden: frozenset[int]) -> None:
         self._vocab = vocab
@@ -366,7 +386,7 @@ class Spellings(dict[int, bytes]):
 
 
 class ReplyParser:
-    """Ids in, events out; one per model call."""
+    """Parser from token ids to events, for one model call."""
 
     def __init__(self, spellings: Spellings, reader: Reader) -> None:
         self._spell = spellings.__getitem__
@@ -378,16 +398,15 @@ class ReplyParser:
 
     @property
     def held(self) -> str:
-        """Text that no event has told yet, because a marker may follow; it is text if the reply ends here."""
+        """Text held back because a marker may follow; it becomes text if the reply ends here."""
         return self._reader.held
 
     def size(self, id: int) -> int:
-        """How many bytes of text an id stands for."""
+        """Number of bytes that an id adds to a reply."""
         return len(self._spell(id))
 
     def thought(self, ids: Sequence[int]) -> int:
-        """How many of these ids are reasoning: from the first one of it to the one that closes it. A fresh
-        parser is used up by this."""
+        """Number of reasoning ids, including the one that closes it. Needs a new parser, which it uses up."""
         count = 0
         for token in ids:
             count += self._reader.thinking
@@ -395,15 +414,15 @@ class ReplyParser:
         return count
 
     def finish(self) -> list[Event]:
-        """What was held back. Nothing may be fed afterwards."""
+        """End the reply; returns events for the text held back. No `feed` may follow."""
         return self._reader.feed(self._utf8.decode(b"", final=True)) + self._reader.finish()
 
     @property
     def malformed(self) -> bool:
-        """Whether something that began as a call stayed text."""
+        """Whether the beginning of a call turned out malformed and stayed text."""
         return getattr(self._reader, "malformed", False)
 
     @property
     def reply(self) -> Message:
-        """What is known so far; calls appear when they are closed, with the ids their format spells."""
+        """Reply so far; contains complete calls only, with the ids that the model wrote."""
         return self._reader.reply

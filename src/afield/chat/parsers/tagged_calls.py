@@ -1,8 +1,9 @@
-"""Calls spelled in tags, one pair of tags for each argument.
+"""Reader of tool calls in tags, with one pair of tags per argument.
 
-Values stand between tags as they are, without quotes, so the tool's schema decides what is a string
-and what is JSON; a value that is not of the schema's type stays the string it is. Arguments are held
-until the call is closed. A value ends at the first tag that ends one.
+1. Values have no quotes, so the tool's schema decides between string and JSON; a value that does not have the
+   schema's type is a string.
+2. Arguments are held until the call is closed.
+3. A value ends at the first closing tag.
 """
 
 from __future__ import annotations
@@ -24,25 +25,36 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
 class Tags(Struct, frozen=True):
-    """`head` NAME `head_end`, then `key` KEY `key_end` `value` VALUE `value_end` ..., then `ends`."""
+    """Literals of a format: `head` NAME `head_end`, then `key` KEY `key_end` `value` VALUE `value_end` per
+    argument, then `ends`."""
 
     head: str
+    """Literal before the name; empty for none."""
     head_end: str
+    """Literal after the name; empty for none."""
     key: str
+    """Literal before an argument's name."""
     key_end: str
+    """Literal after an argument's name."""
     value: str
+    """Literal before an argument's value; empty for none."""
     value_end: str
+    """Literal after an argument's value."""
     ends: tuple[str, ...]
+    """Literals that close the call, in order."""
     lines: bool = False
-    """Whether a value stands on lines of its own."""
+    """Whether a value is on its own lines; the newlines around it are dropped."""
 
     @property
     def literals(self) -> tuple[str, ...]:
+        """All literals that are not empty."""
         tags = (self.head, self.head_end, self.key, self.key_end, self.value, self.value_end, *self.ends)
         return tuple(tag for tag in tags if tag)
 
 
 class TaggedCall:
+    """Reader of one tagged call; `tools` give the types of its arguments."""
+
     def __init__(self, tags: Tags, tools: Sequence[Tool]) -> None:
         self.status = CallState.OPEN
         self.name: str | None = None
@@ -172,7 +184,7 @@ class TaggedCall:
 
 
 def as_json(value: str, schema: Any) -> str:
-    """The JSON for a value that was written without quotes."""
+    """JSON of a value that was written without quotes."""
     types = _types(schema)
     text = value.strip()
     if types and types & {"boolean", "null"}:
@@ -184,7 +196,7 @@ def as_json(value: str, schema: Any) -> str:
 
 
 def _types(schema: Any) -> frozenset[str]:
-    """What a schema allows; nothing where it does not say."""
+    """JSON types that a schema allows; empty if it does not restrict them."""
     if not isinstance(schema, dict):
         return frozenset()
     declared = schema.get("type")
@@ -204,9 +216,9 @@ def _union(options: Iterable[frozenset[str]]) -> frozenset[str]:
 
 
 def _kind(text: str) -> str | None:
-    """The type of a JSON value other than a string; None for anything else."""
+    """JSON type of a value that is not a string; None for other text."""
     scanner = JsonScanner()
-    # A number ends only where something else begins.
+    # The newline ends a number for the scanner.
     if not text or text[0] == '"' or scanner.feed(f"{text}\n", 0) < len(text) or not scanner.done:
         return None
     if text in {"true", "false"}:
