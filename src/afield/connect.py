@@ -1,4 +1,4 @@
-"""RolloutClient from names and values: agent, gateway, runtime, transport. Nothing is started here."""
+"""RolloutClient factory: components from names and settings."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ def client(
     options: Mapping[str, Any] | None = None,
     **values: Any,
 ) -> RolloutClient:
-    """A client that is not started.
+    """Create a client without starting it.
 
     `values` are fields of `RolloutConfig` (concurrency, retries, sampling, ...) and of `Deadlines`
-    (attempt_timeout_s, rollout_timeout_s, ...); `options` are those of the runtime, such as
+    (attempt_timeout_s, rollout_timeout_s, ...). `options` are those of the runtime, such as
     {"limits": {"memory_mb": 512}} for a sandbox.
 
-    An agent that is a function runs in threads of this program; one named FILE.py:NAME runs in processes of
-    its own; runtimes that run an image, or agents that are served elsewhere, need none. The admin key may
-    come from AFIELD_ADMIN_KEY. An `exp_id` that is started again on the same directory (default: runs/EXP_ID)
-    continues.
+    `agent` is a function, which runs in threads of this program, or FILE.py:NAME, which runs in its own
+    processes. Runtimes that run an image or call a served agent need none. `admin_key` is by default
+    AFIELD_ADMIN_KEY. A client with the `exp_id` and directory (default: runs/EXP_ID) of an earlier one reuses
+    its finished rollouts.
     """
     environment = Environment.read()
     key = admin_key or environment.admin_key

@@ -1,4 +1,4 @@
-"""Atomic file writes, with fsync where they must survive a power cut."""
+"""Atomic file writes and renames, with optional fsync."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def write_whole(path: Path, data: bytes, *, private: bool = False, durable: bool = False) -> None:
-    """All of it or nothing of it, whenever the process dies. `private`: its owner alone may read it.
+    """Write a file atomically: a killed process leaves the old or the new content.
 
-    `durable`: whenever the machine loses power, too.
+    `private` sets mode 0600. `durable` adds fsync, so that a power cut leaves the old or the new content too.
     """
     partial = path.with_name(path.name + ".partial")
     if private:
@@ -24,7 +24,7 @@ def write_whole(path: Path, data: bytes, *, private: bool = False, durable: bool
 
 
 def sync(path: Path) -> None:
-    """To the disk: a file, or the names in a directory."""
+    """Flush a file, or the entries of a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -33,7 +33,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """All files below a directory, and their names."""
+    """Flush all files and directories below a directory to disk."""
     for folder, _, names in os.walk(directory):
         for name in names:
             sync(Path(folder) / name)
@@ -41,7 +41,7 @@ def sync_tree(directory: Path) -> None:
 
 
 def rename_whole(partial: Path, final: Path, *, durable: bool) -> None:
-    """Give a directory its name once everything in it is written."""
+    """Rename a complete directory to its final name; `durable` flushes its files first."""
     if durable:
         sync_tree(partial)
     partial.rename(final)

@@ -1,8 +1,8 @@
-"""Files and directories that only their owner may read: mode 0600 and 0700, checked at start.
+"""Private files (mode 0600) and directories (mode 0700).
 
 1. Creates directories with mode 0700 and files with mode 0600.
-2. Repairs what an earlier version left open to other users, and logs a line.
-3. Refuses directories that other users can write to: they could replace what is kept there.
+2. Repairs wider modes of existing files and logs a warning.
+3. Refuses directories that other users can write to, because they could replace files there.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from afield.errors import UsageError
 log = logging.getLogger("afield.files")
 
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
-STATE = ("gateways", "invocations.key")  # what the state directory holds
+STATE = ("gateways", "invocations.key")  # entries of the state directory
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def state_directory() -> Path:
-    """Where this user's programs keep state: `$XDG_STATE_HOME/afield`, by default `~/.local/state/afield`."""
+    """Directory of per-user state: `$XDG_STATE_HOME/afield`, by default `~/.local/state/afield`."""
     given = os.environ.get("XDG_STATE_HOME")  # noqa: TID251 - of all programs, not a setting of ours
     return (Path(given) if given else Path.home() / ".local" / "state") / "afield"
 
 
 def private_directory(path: Path, contents: Collection[str] = ()) -> Path:
-    """Create `path` with mode 0700, or check it; raises UsageError when other users can write to it.
+    """Create `path` with mode 0700, or check it; raises UsageError if other users can write to it.
 
-    An existing directory is made private if it is empty or holds one of `contents`, the names that say
-    it belongs to afield. Any other directory keeps its mode: the files in it are private one by one.
+    An existing directory is made private if it is empty or has an entry in `contents`, the names that mark
+    it as afield's. Any other directory keeps its mode; files in it are private individually.
     """
     _make(path)
     status = path.stat()
@@ -54,7 +54,7 @@ def private_directory(path: Path, contents: Collection[str] = ()) -> Path:
 
 
 def private_file(path: Path) -> Path:
-    """Create `path` with mode 0600 if it is missing; repair its mode if it is there."""
+    """Create `path` with mode 0600 if it is missing, else repair its mode."""
     # An existing file is not opened: closing a descriptor drops the locks of SQLite's connections to it.
     with contextlib.suppress(FileExistsError, PermissionError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
@@ -67,7 +67,7 @@ def private_file(path: Path) -> Path:
 
 
 def private_database(path: Path) -> Path:
-    """A SQLite file and the files beside it, which take over its mode when SQLite creates them."""
+    """Make a SQLite file private, with its -wal and -shm files; SQLite creates those with the same mode."""
     private_file(path)
     for suffix in ("-wal", "-shm"):
         beside = path.with_name(path.name + suffix)
@@ -77,7 +77,10 @@ def private_database(path: Path) -> Path:
 
 
 def write_once(path: Path, data: bytes) -> bytes:
-    """What `path` holds: `data`, unless a file is there already. Raises UsageError if others can read it."""
+    """Write `data` unless `path` exists, and return the file's content.
+
+    Raises UsageError if other users can read the file.
+    """
     if not path.exists():
         partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         partial.unlink(missing_ok=True)
@@ -86,7 +89,7 @@ def write_once(path: Path, data: bytes) -> bytes:
             file.flush()
             os.fsync(file.fileno())
         try:
-            os.link(partial, path)  # the first of several processes decides
+            os.link(partial, path)  # atomic: the first of several processes wins
         except FileExistsError:
             pass
         finally:
@@ -95,7 +98,7 @@ def write_once(path: Path, data: bytes) -> bytes:
 
 
 def read_private(path: Path) -> bytes:
-    """Raises UsageError when another user owns `path` or may read it."""
+    """Read a file; raises UsageError if another user owns it or can read it."""
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         if status.st_uid not in (os.geteuid(), 0):
@@ -109,7 +112,7 @@ def read_private(path: Path) -> bytes:
 
 
 def _make(path: Path) -> None:
-    """`path` with mode 0700; the directories above it as the user's umask says."""
+    """Create `path` with mode 0700 and its parents with the default mode."""
     if path.is_dir():
         return
     path.parent.mkdir(parents=True, exist_ok=True)

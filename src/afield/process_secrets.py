@@ -1,6 +1,6 @@
-"""Secrets of this process that others could read in /proc: arguments and the first environment.
+"""Hides secrets in /proc/PID/cmdline and /proc/PID/environ (Linux).
 
-Every user may read the arguments of a process, and every process of the same user its environment.
+All users can read the arguments of a process; processes of the same user can read its initial environment.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def hide_arguments(values: Collection[str]) -> None:
-    """Overwrite these where /proc/PID/cmdline shows them. Linux only; elsewhere nothing is done."""
+    """Overwrite these values in /proc/PID/cmdline. Does nothing on other systems than Linux."""
     secrets = {value.encode() for value in values if value}
     with contextlib.suppress(OSError, ValueError, IndexError):
         start, end = _region(45)
@@ -25,9 +25,8 @@ def hide_arguments(values: Collection[str]) -> None:
 
 
 def hide_variables(names: Collection[str]) -> None:
-    """Overwrite these where /proc/PID/environ shows them, and hand them on to no child by default.
-
-    `os.environ` keeps what it has.
+    """Overwrite the values of these variables in /proc/PID/environ, and remove them from the environment that
+    children inherit by default. `os.environ` keeps them.
     """
     for name in names:
         os.unsetenv(name)
@@ -41,13 +40,16 @@ def hide_variables(names: Collection[str]) -> None:
 
 
 def _region(field: int) -> tuple[int, int]:
-    """Addresses of proc(5), /proc/PID/stat: fields 48 to 51. The first one after the name is number 3."""
+    """Start and end address of the arguments (45) or environment (47), from /proc/self/stat.
+
+    These are fields 48 to 51 of proc(5); the list after the process name begins with field 3.
+    """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     return int(fields[field]), int(fields[field + 1])
 
 
 def _words(start: int, end: int) -> Iterator[tuple[int, bytes]]:
-    """Where each begins, and what it is."""
+    """Yield the address and text of each NUL-terminated string."""
     with Path("/proc/self/mem").open("rb", buffering=0) as memory:
         memory.seek(start)
         shown = memory.read(end - start)

@@ -1,9 +1,9 @@
-"""`sandbox(image)`: a fresh sandbox to run commands in.
+"""Sandbox factory: a fresh, isolated environment for commands.
 
     async with sandbox() as sb:
         ran = await sb.exec("pytest -q", timeout=900)
 
-A command that fails is a result; only a broken sandbox raises. Nothing is started before `async with`.
+A failed command is a result, not an exception. The sandbox starts with `async with`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from afield.settings.values import converted
 def sandbox(
     image: str = "", *, runtime: str = "sandbox", options: Mapping[str, Any] | None = None
 ) -> Sandbox:
-    """A sandbox of a runtime: sandbox, container or agentcore.
+    """Create a sandbox in a runtime: sandbox, container or agentcore.
 
     `image` is a container image, the ARN of an AgentCore runtime, or a directory with a root filesystem; by
-    default the sandbox sees this machine's system, read-only. `options` are those of the runtime, as in
+    default the sandbox has this machine's filesystem, read-only. `options` are those of the runtime, as in
     [train.sandbox].
     """
     backend = factory.load("runtime for sandboxes", runtime, factory.SANDBOXES)

@@ -1,10 +1,10 @@
-"""SQLite files: connections in WAL mode, transactions, and translated errors.
+"""SQLite helper: WAL connections, transactions and translated errors.
 
-1. `connect` opens a private file (mode 0600) with the pragmas that every store uses.
+1. `connect` opens a private file (mode 0600) in WAL mode.
 2. `Database` is one connection for all threads of a process, opened at first use. Each statement commits on
    its own; `transaction` groups several.
 3. SQLite's errors become `DatabaseBusy`, `DamagedFile`, or the error that the store chose.
-4. `retry_while_busy` repeats a transaction on an event loop that must not wait for another process's lock.
+4. `retry_while_busy` repeats a transaction on an event loop without blocking it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from afield.private_files import private_database, private_directory
 
 T = TypeVar("T")
 Synchronous = Literal["OFF", "NORMAL", "FULL"]
-"""When writes reach the disk: FULL survives a power cut, NORMAL a killed process, OFF neither for certain."""
+"""Durability of commits in WAL mode: FULL survives a power cut; NORMAL and OFF may lose the last commits in
+one, and OFF may also damage the file.
+"""
 
 
 class DatabaseBusy(Unavailable):
@@ -48,7 +50,7 @@ def connect(
 
 
 def is_busy(error: sqlite3.Error) -> bool:
-    """Whether another process holds a lock, with a snapshot or during recovery, too."""
+    """Whether another connection holds a lock, including extended codes for snapshots and recovery."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY
 
 
@@ -79,7 +81,7 @@ class Database:
         error: type[AfieldError] = Unavailable,
         private_parent: bool = True,
     ) -> None:
-        """`name` and `remedy` are parts of error messages: "cannot use NAME PATH: ...; REMEDY".
+        """`name` and `remedy` appear in error messages: "cannot use NAME PATH: ...; REMEDY".
 
         `error` is raised when a statement fails for a reason other than a busy or damaged file. Opening the
         file raises UsageError. `private_parent` creates the directory with mode 0700, and refuses one that
@@ -104,7 +106,7 @@ class Database:
         self.close()
 
     def open(self) -> sqlite3.Connection:
-        """Repeating is harmless."""
+        """Open the file and create its tables. Repeating returns the same connection."""
         with self._lock:
             if self._connection is None:
                 with self._translated(UsageError):
@@ -119,7 +121,7 @@ class Database:
             return self._connection
 
     def close(self) -> None:
-        """Repeating is harmless."""
+        """Close the connection; the next use opens it again."""
         with self._lock:
             if self._connection is not None:
                 self._connection.close()
@@ -131,7 +133,7 @@ class Database:
             return self.open().execute(sql, values).rowcount
 
     def fetch_one(self, sql: str, *values: Any) -> Any:
-        """The first row, or None."""
+        """Return the first row, or None."""
         with self._lock, self._translated():
             return self.open().execute(sql, values).fetchone()
 
@@ -167,7 +169,7 @@ class Database:
 async def retry_while_busy(
     work: Callable[[], T], *, interval_s: float = 0.002, timeout_s: float | None = None
 ) -> T:
-    """Call `work` again until it no longer raises DatabaseBusy; after `timeout_s` the error is raised."""
+    """Repeat `work` while it raises DatabaseBusy; raises the error after `timeout_s` seconds if given."""
     clock = asyncio.get_running_loop().time
     end = None if timeout_s is None else clock() + timeout_s
     while True:

@@ -1,6 +1,6 @@
-"""A training run, put together: gateway, agents, and the two halves that meet in the run_state.
+"""Training run: starts gateway, runtimes, collector and training loop.
 
-One process does all of it, or one collects and another learns, given a gateway that both can reach.
+Collector and training loop run in one process, or in two that share the run directory and a gateway.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ T = TypeVar("T")
 
 
 class GatewayChild:
-    """A gateway with its engine in a process of its own.
-
-    It watches its standard input: it ends when we do, even after a kill -9.
+    """Gateway and engine in a child process, which exits when its standard input closes, also after SIGKILL
+    of the parent.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
@@ -51,7 +50,7 @@ class GatewayChild:
         return Unavailable(f"the gateway ended with code {code}; see {self._log}, then go on with --resume")
 
     async def ready(self) -> dict[str, str]:
-        """Its address and admin key, once it serves."""
+        """Wait until the gateway serves; returns its address and admin key."""
         assert self._process.stdout is not None
         try:
             line = await asyncio.wait_for(self._process.stdout.readline(), factory.START_TIMEOUT_S)
@@ -98,7 +97,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 class RunRole(StrEnum):
-    """Which halves of a run this process does."""
+    """Parts of a run that this process executes."""
 
     ALL = "all"
     COLLECT = "collect"
@@ -106,11 +105,14 @@ class RunRole(StrEnum):
 
 
 class AgentRuntimes(Struct, frozen=True):
-    """Where agents run and, apart from them, their verifiers; and how outcomes come back."""
+    """Runtimes of agents and verifiers, and the transport of their outcomes."""
 
     agents: Runtime
+    """Runtime of the agents."""
     verifiers: Runtime | None
+    """Separate runtime of the verifiers; None if agents grade themselves."""
     carrier: Transport
+    """Transport of outcomes."""
 
     @property
     def all(self) -> list[Runtime]:
@@ -118,7 +120,7 @@ class AgentRuntimes(Struct, frozen=True):
 
 
 class RunBuilder:
-    """What both halves of a run share."""
+    """Builds collector and training loop on a shared run state and rollout store."""
 
     def __init__(
         self, config: TrainConfig, run: RunDirectory, tasks: Sequence[Task], stack: AsyncExitStack
@@ -173,7 +175,7 @@ class RunBuilder:
             async with asyncio.timeout(self.rollout_config.call_timeout_s):
                 self.run_state.late_outcomes = len(await carrier.late(self.rollout_config.exp_id))
         except (AfieldError, OSError, RuntimeError) as error:
-            # All is collected; the other half may still be learning from it.
+            # Collection is complete, so the training loop can continue.
             log.warning("outcomes that came late were not counted: %s", describe_error(error))
 
     def learner(
@@ -204,10 +206,10 @@ async def training(
     admin_key: str | None = None,
     val_tasks: Sequence[Task] = (),
 ) -> AsyncIterator[TrainingRun]:
-    """Everything a training run consists of, started; and ended again, in the reverse order."""
+    """Start all components of a training run; on exit, stop them in reverse order."""
     async with AsyncExitStack() as stack:
         parts = RunBuilder(config, run, tasks, stack)
-        # All are slow to start and do so at the same time; agents end before their gateway does.
+        # Slow components start concurrently; agents end before the gateway does.
         places = child = None
         if not config.gateway:
             child = await stack.enter_async_context(gateway_child(config, run))
@@ -218,8 +220,8 @@ async def training(
             )
             for place in places.all:
                 await stack.enter_async_context(place)
-        # What keeps agents from starting is told at once, not when the gateway is there. A trainer that has
-        # begun to load cannot be stopped, and would have to be waited for.
+        # Checks of the runtimes fail early, before the gateway is ready. The trainer loads after them,
+        # because a thread that loads a model cannot be stopped.
         checks = [asyncio.create_task(place.check()) for place in places.all] if places else []
         learning = asyncio.create_task(_trainer(config, checks)) if role is not RunRole.COLLECT else None
         stack.push_async_callback(_settle, *checks, *([learning] if learning else []))
@@ -244,7 +246,7 @@ async def training(
 
 
 async def run_with_checks(wanted: Coroutine[None, None, T], *checks: Coroutine[None, None, None]) -> T:
-    """What is wanted, if no check fails; the first one that does is the error."""
+    """Return the result of `wanted`; raises the first error of it or of a check."""
     try:
         async with asyncio.TaskGroup() as group:
             made = group.create_task(wanted)
@@ -256,7 +258,7 @@ async def run_with_checks(wanted: Coroutine[None, None, T], *checks: Coroutine[N
 
 
 async def connect_gateway(config: TrainConfig, child: GatewayChild | None, admin_key: str | None) -> Any:
-    """A client of our own gateway, or of one that others run: that one may go away and come back."""
+    """Create a client of the child gateway, or of an external one, whose outages are retried."""
     if child is not None:
         address = await child.ready()
         return factory.gateway_client(address["local_url"], address["admin_key"])
@@ -268,7 +270,7 @@ async def connect_gateway(config: TrainConfig, child: GatewayChild | None, admin
 
 
 async def check_gateway(config: TrainConfig, run: RunDirectory, admin_key: str | None) -> None:
-    """Whether there is a gateway and it takes the key. A run that goes on has seen it, and has patience."""
+    """Check that the external gateway answers and accepts the key; a new run waits `FIRST_ANSWER_S`."""
     unavailable_timeout_s = (
         config.unavailable_timeout_s if run.has_begun else min(config.unavailable_timeout_s, FIRST_ANSWER_S)
     )
@@ -280,7 +282,7 @@ async def check_gateway(config: TrainConfig, run: RunDirectory, admin_key: str |
 
 
 def warn_context_mismatch(config: TrainConfig, sampled: int | None, trained: int | None) -> None:
-    """What an engine may sample and the trainer cannot train is said before the first rollout."""
+    """Warn before the first rollout if engines sample longer sequences than the trainer can train."""
     longest = min((limit for limit in (sampled, config.max_context) if limit is not None), default=None)
     if config.freeze_weights or trained is None or longest is None:
         return
@@ -331,14 +333,14 @@ async def _done(task: asyncio.Task[T]) -> T:
 
 
 async def _settle(*tasks: asyncio.Task[Any]) -> None:
-    """What became of them no longer matters. A thread cannot be stopped: it ends before its loop does."""
+    """Cancel tasks and wait for them, ignoring their results; a task in a thread runs to its end."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class TrainingRun:
-    """A training run that is set up. It ends when its halves are done, or when its gateway ends."""
+    """Started training run. Ends when collector and training loop are done, or when its gateway dies."""
 
     def __init__(
         self, halves: Sequence[Callable[[], Coroutine[None, None, None]]], child: GatewayChild | None

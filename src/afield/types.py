@@ -29,7 +29,7 @@ class Policy(Struct, frozen=True):
     """The model being trained."""
 
     name: str
-    """Name of the model, as agents send it in the `model` field of a request."""
+    """Name of the model."""
     version: int = 0
     """Number of the published weights; it only grows."""
 

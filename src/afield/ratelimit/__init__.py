@@ -1,12 +1,12 @@
-"""Limiter: how fast launches and stops may be called, and how many launches may be under way.
+"""Rate limiter for launches and stops, with a bound on concurrent launches.
 
-Calls are spaced evenly at 97 % of the rate, with a burst of 8 % of a second's worth (at least one call).
-Launches and stops share the rate, or stops have their own; each kind waits in its own line, first come first
-served, and the heads of the two lines take turns: a stop ends what costs money and must not wait behind a
-thousand launches, nor hold them up. Single refusals are chance, and cost a turn and half a percent of the
-rate; more of them halve it, at most once a second; it is back after about 30 s. If the other side asks for a
-pause, it gets one. Without a given rate the first refusal teaches one. `SharedLimiter` is one budget for all
-processes of a machine that share a SQLite file.
+1. Calls are spaced evenly at 97 % of the rate, with a burst of 8 % of a second's calls (at least one call).
+2. Launches and stops share the rate, or stops have their own. Each kind has its own FIFO queue, and the
+   heads of both queues alternate, so that stops do not wait behind many launches.
+3. Isolated refusals skip one call and lower the rate by half a percent. More refusals halve it, at most once
+   per second; it recovers within about 30 s. A requested pause (`retry_after_s`) is kept.
+4. Without a configured rate, the first refusals determine one.
+5. `SharedLimiter` is one limit for all processes of a machine that share a SQLite file.
 """
 
 from afield.ratelimit.controller import RateLimits

@@ -1,8 +1,11 @@
-"""Pace and Rhythm: what is allowed, and when the next call may be made. Pure: time comes in as a number.
+"""Rate controller: GCRA scheduling with back-off and rate learning.
 
-Turns follow the generic cell rate algorithm: no window of t seconds has more than rate * t calls and a burst
-due, and no second has more than the rate that was given. Of that rate a small part is left unused: calls that
-leave evenly arrive unevenly, and at exactly 25 a second some second would see 26 of them.
+1. Calls follow the generic cell rate algorithm: a window of t seconds has at most rate * t calls plus a
+   burst, and no second has more calls than the configured rate.
+2. A small part of the rate is left unused, because evenly spaced calls arrive unevenly: at exactly 25 per
+   second, some second would have 26.
+
+No function reads a clock or does I/O; times are arguments, in seconds.
 """
 
 from __future__ import annotations
@@ -13,41 +16,48 @@ from bisect import insort
 from msgspec import Struct, field
 
 BURST_S = 0.08
-# Turns that are taken late, as on a busy machine, are made up for if they are no later than this.
+"""Seconds' worth of calls that may be made at once."""
 LATE_S = 0.2
-# The part of a given rate that is used: at first, and at least after refusals that looked like chance.
+"""Largest delay of a call, in seconds, that later calls catch up on."""
 USED = 0.97
+"""Share of the configured rate that is used at first."""
 USED_AT_LEAST = 0.955
+"""Smallest share of the configured rate after isolated refusals."""
 SHAVED = 0.005
-# So many refusals within this time are chance: windows that the network filled unevenly.
+"""Share of the configured rate that an isolated refusal takes away."""
 CHANCES = 2
+"""Number of refusals within `CHANCE_S` that count as isolated."""
 CHANCE_S = 2.0
 CUT_EVERY_S = 1.0
+"""Shortest time between two cuts of the rate, in seconds."""
 RECOVER_S = 30.0
-# A cut rate is soon back at this part of where it was refused ...
+"""Seconds until a cut rate has recovered."""
 SOON_S = 2.0
+"""Seconds until a cut rate is back at `KNEE` of the rate that was refused."""
 KNEE = 0.9
-# ... and, where no rate is given, grows past it by this factor.
 PROBE = 1.5
+"""Factor by which a learned rate grows beyond the rate that was refused."""
 LONGEST_PAUSE_S = 60.0
-# A start that takes longer than was said must not cost rate.
+"""Longest pause that a refusal can request, in seconds."""
 SLOW = 1.5
-# Below what a timer can tell apart: such a rest is not slept.
+"""Factor for launches that take longer than `cold_start_s`, in the bound on concurrent launches."""
 TICK_S = 1e-6
+"""Shortest time that is worth a sleep, in seconds."""
 
 
 class RateLimits(Struct, frozen=True, kw_only=True):
-    """`rate_per_s`: launches and stops together; None learns one from being refused. With `stop_per_s`, stops
-    have a rate of their own.
-
-    `starting` launches may be under way at once. Not given, it is what the rate brings about while a start
-    takes half again as long as `cold_start_s`; with neither rate nor start time there is no such bound.
-    """
+    """Limits of launches and stops."""
 
     rate_per_s: float | None = None
+    """Launches, and stops without their own rate, per second; None learns a rate from refusals."""
     stop_per_s: float | None = None
+    """Stops per second; None shares `rate_per_s`."""
     cold_start_s: float = 0.0
+    """Seconds that a launch usually takes; 0 if unknown."""
     starting: int | None = None
+    """Largest number of concurrent launches; None derives it from `rate_per_s` and 1.5 times `cold_start_s`,
+    or sets no bound if one of them is missing.
+    """
 
     def __post_init__(self) -> None:
         for name in ("rate_per_s", "stop_per_s"):
@@ -63,14 +73,14 @@ class RateLimits(Struct, frozen=True, kw_only=True):
 
     @property
     def max_launching(self) -> int | None:
-        """How many launches may be under way; None is no bound."""
+        """Largest number of concurrent launches; None is no bound."""
         if self.starting is not None or self.rate_per_s is None or self.cold_start_s == 0:
             return self.starting
         return max(1, math.ceil(SLOW * self.rate_per_s * self.cold_start_s - 1e-9))
 
 
 class Rates:
-    """The rates of a pace by what is called. `apart`: stops do not count as launches."""
+    """Rates of launches and stops; `apart` means that stops have their own."""
 
     def __init__(self, pace: RateLimits) -> None:
         self.launch = pace.rate_per_s
@@ -79,33 +89,46 @@ class Rates:
 
 
 class RateController(Struct):
-    """When the next call may be made: all of a limiter's state but the places, and free of I/O.
+    """Schedule of calls at one rate: all state of a limiter except its launch slots.
 
-    A cut rate grows in two straight lines: soon from `low` to `knee`, a little below where it was refused,
-    then slowly to `aim`, and beyond where none is given. `low` None is a rate that was never cut. `free` is
-    when calls that were spaced without a burst would be made next; `sent` when those of the last second were.
-    A time further ahead than any can be is of a clock that was set back since.
+    After a cut the rate grows linearly, fast from `low` to `knee` and then slowly to `aim`; without a
+    configured rate it grows beyond `aim`. Times too far in the future come from a clock that was set back,
+    and are ignored.
     """
 
     low: float | None = None
+    """Rate per second right after the last cut; None if it was never cut."""
     knee: float = 0.0
+    """Rate per second after `SOON_S`, a little below the rate that was refused."""
     aim: float = 0.0
+    """Rate per second after `RECOVER_S`."""
     since: float = -math.inf
+    """Time of the last cut."""
     free: float = -math.inf
+    """Time of the next call if calls were spaced without bursts."""
     paused_until: float = -math.inf
+    """End of a pause that a refusal requested."""
     sent: list[float] = field(default_factory=list)
-    # The part of a given rate that is used, and refusals since the last quiet time.
+    """Times of the calls of the last second."""
     used: float = USED
+    """Share of the configured rate that is used."""
     chances: int = 0
+    """Number of recent isolated refusals."""
     chance_at: float = -math.inf
-    # Learning: calls of this second and the one before, and refusals since the first one.
+    """Time of the last of them."""
     second: float = -math.inf
+    """Start of the second that `made` counts, for learning a rate."""
     made: int = 0
+    """Number of calls in that second."""
     before: int = 0
+    """Number of calls in the second before."""
     taught_at: float | None = None
+    """Time of the first refusal without a rate; None if no rate is being learned."""
     refused: int = 0
+    """Number of refusals since then."""
 
     def rate(self, now: float, given: float | None) -> float | None:
+        """Current rate per second; None if it is unlimited. `given` is the configured rate."""
         most = math.inf if given is None else given * self.used
         if self.low is None:
             return None if given is None else most
@@ -117,7 +140,7 @@ class RateController(Struct):
         return min(most, grown)
 
     def reserve(self, now: float, given: float | None) -> float:
-        """Take the next turn; answers when it is."""
+        """Reserve the next call and return its time."""
         self._learn(now)
         self._count(now)
         if self.paused_until > now + LONGEST_PAUSE_S:
@@ -134,7 +157,7 @@ class RateController(Struct):
         return due
 
     def late(self, due: float, now: float, given: float | None) -> None:
-        """The turn that was due then is taken now: the next ones make up for a little of that."""
+        """Record that the call due at `due` is made now; later calls catch up by at most `LATE_S`."""
         self._learn(now)
         if due in self.sent:
             self.sent.remove(due)
@@ -143,7 +166,7 @@ class RateController(Struct):
             self.free = max(self.free, now + 1 / rate - LATE_S)
 
     def _window(self, now: float, given: float | None) -> float:
-        """When one more call would no longer be one too many in the second before it."""
+        """Earliest time at which the second before has room for one more call."""
         if given is None:
             return -math.inf
         calls = max(1, math.floor(given))
@@ -157,6 +180,7 @@ class RateController(Struct):
             del self.sent[: -max(1, math.floor(given))]
 
     def cut(self, now: float, given: float | None, retry_after_s: float | None) -> None:
+        """Record a refusal: pause if requested, and lower or learn the rate."""
         if retry_after_s is not None and retry_after_s > 0:
             self.paused_until = max(self.paused_until, now + min(retry_after_s, LONGEST_PAUSE_S))
         rate = self.rate(now, given)
@@ -169,7 +193,7 @@ class RateController(Struct):
             self._grow(now, max(rate / 2, (given or 1.0) / 64), KNEE * rate, given or PROBE * rate)
 
     def _by_chance(self, now: float) -> bool:
-        """Whether few calls were refused lately: as happens where calls arrive unevenly."""
+        """Whether a refusal is isolated, as happens when calls arrive unevenly."""
         if abs(now - self.chance_at) >= CHANCE_S:
             self.chances = 0
         self.chance_at = now
@@ -177,7 +201,7 @@ class RateController(Struct):
         return self.chances <= CHANCES
 
     def _refuse(self, now: float) -> None:
-        """Nothing is sent for a second: by then it is known how much of what was sent was refused."""
+        """Pause for a second to count the refusals of calls already made, from which `_learn` sets a rate."""
         if self.taught_at is None:
             self.taught_at = now
             self.paused_until = max(self.paused_until, now + CUT_EVERY_S)
@@ -205,5 +229,5 @@ class RateController(Struct):
 
 
 def _early(rate: float) -> float:
-    """How much sooner than evenly spaced a call may be made."""
+    """Seconds by which a call may be earlier than even spacing allows."""
     return (max(1.0, rate * BURST_S) - 1) / rate

@@ -1,4 +1,4 @@
-"""What a limiter is, and one for the launches and stops of one event loop."""
+"""Limiter interface, and the limiter of one event loop."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from afield.ratelimit.controller import TICK_S, RateController, RateLimits, Rate
 
 
 class Limiter(Protocol):
+    """Limits the rate of calls and the number of concurrent launches."""
+
     def launch_slot(self) -> AbstractAsyncContextManager[None]:
-        """Waits for a turn and for a place; the place is held until the block ends."""
+        """Wait for the rate and for a launch slot, which is held until the block ends."""
         ...
 
     def call_slot(self) -> AbstractAsyncContextManager[None]:
-        """Waits for a turn: a call that takes no place, such as a stop."""
+        """Wait for the rate, for a call that needs no launch slot, such as a stop."""
         ...
 
     def slow_down(self, retry_after_s: float | None, *, stop: bool = False) -> None:
-        """The other side refused a launch, or a stop: slow down, and pause for as long as it asked."""
+        """Lower the rate after a refused launch or stop, and pause for `retry_after_s` seconds if given."""
         ...
 
 
 class LocalLimiter:
-    """One budget for one event loop. A cancelled wait costs nothing, or at worst its own turn."""
+    """Limiter of one event loop. A cancelled wait uses up at most its own call."""
 
     def __init__(self, pace: RateLimits) -> None:
         self.pace = pace
@@ -35,12 +37,12 @@ class LocalLimiter:
         self._stopping = RateController() if self._beats.apart else self._launching
         self._under_way = 0
         self._room = asyncio.Event()
-        # Held by the head of a line while it waits; asyncio's locks are first come first served.
+        # Held by the head of a queue while it waits; asyncio locks are FIFO.
         self._launches, self._calls = asyncio.Lock(), asyncio.Lock()
 
     @property
     def rate_per_s(self) -> float | None:
-        """What launches are allowed at this moment; None before a rate is given or learned."""
+        """Current launch rate; None before a rate is configured or learned."""
         return self._launching.rate(_now(), self._beats.launch)
 
     @asynccontextmanager
@@ -78,7 +80,7 @@ class LocalLimiter:
 
 
 class Unlimited(LocalLimiter):
-    """Holds nothing back until the other side refuses a call, and then learns what it takes."""
+    """Limiter without limits until a call is refused; then it learns a rate."""
 
     def __init__(self) -> None:
         super().__init__(RateLimits())

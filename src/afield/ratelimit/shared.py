@@ -1,10 +1,10 @@
-"""SharedLimiter: one budget for several processes.
+"""SharedLimiter: one rate limit for several processes, in SQLite.
 
-Each process keeps its own two lines; their heads reserve the next turn in a SQLite file and sleep until then.
-A place is a lease that its process renews while it holds it: one of a killed process comes free within
-`LEASE_S`, and so does one of a process whose event loop stood still for that long. Transactions are a few
-statements on the event loop that never wait for a lock: while another process holds it, they are tried again
-after a short sleep. Time is the wall clock, which the processes share.
+1. Each process has its own two queues; their heads reserve the next call in the file and sleep until then.
+2. A launch slot is a lease that its process renews. Slots of a killed process, or of one whose event loop
+   was blocked, become free after `LEASE_S`.
+3. Transactions run on the event loop and never wait for a lock: they are retried after a short sleep.
+4. Times are those of the wall clock, which the processes share.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ from afield.errors import UsageError
 from afield.ratelimit.controller import TICK_S, RateController, RateLimits, Rates
 from afield.sqlite import Database, DatabaseBusy, retry_while_busy
 
-# A place that its process no longer renews comes free after this long.
 LEASE_S = 5.0
+"""Seconds after which a launch slot that is not renewed becomes free."""
 RENEW_S = 1.0
-# Waiting for a place that another process holds; and for another process's transaction to end.
+"""Seconds between two renewals of held launch slots."""
 LOOK_S = 0.1
+"""Seconds between two tries for a launch slot."""
 BUSY_S = 0.002
-# A turn that is taken later than this is told to the others.
+"""Seconds between two tries of a transaction while another process holds the lock."""
 LATE_S = 0.005
+"""Delay of a call, in seconds, above which it is written to the file."""
 T = TypeVar("T")
-Beat = tuple[str, float | None]  # what is called, and its rate
+Beat = tuple[str, float | None]
+"""Kind of call (launch or stop) and its configured rate."""
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS rhythms (kind TEXT PRIMARY KEY, state BLOB NOT NULL);
@@ -42,7 +45,7 @@ CREATE TABLE IF NOT EXISTS places (id INTEGER PRIMARY KEY, until REAL NOT NULL);
 
 
 class SharedLimiter:
-    """For the processes of one machine that share the file at `path`. `close` when done."""
+    """Limiter for the processes of one machine that share the file at `path`. Call `close` when done."""
 
     def __init__(self, pace: RateLimits, path: Path, *, clock: Callable[[], float] = time.time) -> None:
         self.pace = pace
@@ -62,19 +65,19 @@ class SharedLimiter:
             private_parent=False,
         )
         self._held: set[int] = set()
-        # What could not be written yet because another process was writing.
+        # Changes that wait for another process's transaction to end.
         self._returned: list[int] = []
         self._refusals: list[tuple[Beat, float, float | None]] = []
         self._keeper: asyncio.Task[None] | None = None
         self._launches, self._calls = asyncio.Lock(), asyncio.Lock()
 
     def check(self) -> None:
-        """Whether the file can be written; else a UsageError."""
+        """Raise UsageError if the file cannot be written."""
         with suppress(DatabaseBusy):
             self._write(lambda db: None)
 
     def close(self) -> None:
-        """Repeating is harmless. Places still held come free when their leases end."""
+        """Close the file. Held launch slots become free when their leases end. Repeating is harmless."""
         if self._keeper is not None:
             self._keeper.cancel()
             self._keeper = None
@@ -131,7 +134,7 @@ class SharedLimiter:
             self._write_soon()
 
     def _write_soon(self) -> None:
-        """At once if no other process writes, else by the keeper, or with whatever is written next."""
+        """Write pending changes now, or in the background if another process holds the lock."""
         with suppress(DatabaseBusy):
             self._write(lambda db: None)
         self._keep_on()
@@ -164,12 +167,12 @@ class SharedLimiter:
 
     def _enter(self, db: sqlite3.Connection) -> int | None:
         now = self._clock()
-        # A lease that ends later than any could: the clock was set back.
+        # Leases too far in the future come from a clock that was set back.
         db.execute("DELETE FROM places WHERE until < ? OR until > ?", (now, now + 2 * LEASE_S))
         (taken,) = db.execute("SELECT count(*) FROM places").fetchone()
         if self._places is not None and taken >= self._places:
             return None
-        # Random, so that a place that was lost is never taken for one that was given out again.
+        # Random ids, so that a lost slot is never confused with a new one.
         place = random.getrandbits(62)
         db.execute("INSERT INTO places VALUES (?, ?)", (place, now + LEASE_S))
         return place
@@ -191,7 +194,7 @@ class SharedLimiter:
         return await retry_while_busy(lambda: self._write(work), interval_s=BUSY_S)
 
     def _write(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """One transaction with `work` and all earlier changes that are still due; raises DatabaseBusy."""
+        """Run `work` and all pending changes in one transaction; raises DatabaseBusy."""
         with self._db.transaction() as db:
             for beat, at, retry_after_s in self._refusals:
                 rhythm = self._rhythm(db, beat)

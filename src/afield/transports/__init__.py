@@ -1,1 +1,1 @@
-"""Transports: outcome stores and queues of hints behind `interfaces.transport`."""
+"""Transports: outcome stores and hint queues that implement `interfaces.transport`."""

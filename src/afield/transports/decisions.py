@@ -32,10 +32,10 @@ def commit_key(waiting: PendingAttempt) -> str:
 
 
 def result_keys(store: CollectorStore, waiting: PendingAttempt) -> list[str]:
-    """Keys of a result without a commit.
+    """Keys at which an attempt's result may be stored without a commit.
 
-    afield's own key; in a store that other programs write to, also keys with the unescaped task id and with
-    AgentCore's name of the session.
+    In a store that other programs write to, these include keys with the unescaped task id and with the
+    AgentCore session id.
     """
     exp_id, task_id, session_id = waiting.rollout.exp_id, waiting.rollout.task.id, waiting.attempt.session_id
     own_key = wire.data_key(exp_id, task_id, session_id)
@@ -51,7 +51,7 @@ def result_keys(store: CollectorStore, waiting: PendingAttempt) -> list[str]:
 
 
 def decision(store: CollectorStore, waiting: PendingAttempt) -> OutcomeRecord | Fence | None:
-    """The outcome or fence that stands; None while the attempt is open."""
+    """Return the committed outcome or fence; None while the attempt is undecided."""
     commit = read_object(store, commit_key(waiting), CommitRecord)
     if commit is None:
         return _commit_toolkit_result(store, waiting)
@@ -59,12 +59,12 @@ def decision(store: CollectorStore, waiting: PendingAttempt) -> OutcomeRecord | 
 
 
 def fence(store: CollectorStore, waiting: PendingAttempt, reason: str) -> OutcomeRecord | Fence:
-    """Give an attempt up unless it is decided; returns what stands."""
+    """Abandon an attempt unless it is decided; returns the decision that counts."""
     commit = CommitRecord(session_id=waiting.attempt.session_id, fenced=reason)
     if not store.put_if_absent(commit_key(waiting), wire.encode(commit)):
         return _decided(store, waiting)
     if store.foreign:
-        # A later result of another program leaves no trace of its own; `late` compares with this mark.
+        # Other programs do not record a late result themselves; `late` compares results with this mark.
         store.put_if_absent(wire.fenced_key(waiting.rollout.exp_id, waiting.attempt.session_id), b"{}")
     return Fence(reason)
 
@@ -76,7 +76,7 @@ def decidable(store: CollectorStore, waiting: PendingAttempt) -> bool:
 
 
 def late(store: CollectorStore, exp_id: str) -> list[Attempt]:
-    """Attempts whose outcome came after they were decided otherwise."""
+    """Attempts whose outcome arrived after another decision."""
     prefix = f"{exp_id}/" if store.foreign else f"{exp_id}/{wire.LATE}/"
     sessions: dict[str, set[str]] = {}
     for part, name in filter(None, map(_part_and_session, store.list(prefix))):
@@ -91,7 +91,7 @@ def late(store: CollectorStore, exp_id: str) -> list[Attempt]:
 
 
 def _part_and_session(key: str) -> tuple[str, str] | None:
-    """The part of the store that a key is in, and its session id or AgentCore's name of it."""
+    """Return the middle part of a key and its session id, or AgentCore session id; None for other keys."""
     if parsed := wire.read_key(key):
         return parsed[1], parsed[2]
     folder, _, file = key.rpartition("/")
@@ -113,7 +113,7 @@ def _decided(store: CollectorStore, waiting: PendingAttempt) -> OutcomeRecord | 
 
 
 def _commit_toolkit_result(store: CollectorStore, waiting: PendingAttempt) -> OutcomeRecord | Fence | None:
-    """Commit a result object without a commit, if there is one; another collector may be first."""
+    """Commit a toolkit result, if there is one; another collector may commit first."""
     for key in result_keys(store, waiting):
         data = store.get(key)
         record = None if data is None else read_toolkit_result(data, waiting)
@@ -128,7 +128,7 @@ def _commit_toolkit_result(store: CollectorStore, waiting: PendingAttempt) -> Ou
 
 
 def read_toolkit_result(data: bytes, waiting: PendingAttempt) -> OutcomeRecord | None:
-    """The record of a toolkit's result object; None if it is another object."""
+    """Convert a toolkit result to an outcome record; None for other objects."""
     try:
         result = json.loads(data)
     except ValueError:

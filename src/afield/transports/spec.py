@@ -1,4 +1,4 @@
-"""Transports from text: one table of stores and one of notifiers.
+"""Transport specs: registry of stores and notifiers.
 
 memory                                           within this process
 files    files:///DIR                            a directory of this machine, with SQLite for hints
@@ -28,10 +28,12 @@ from afield.transports.transport import StoreTransport
 
 
 class StoreModule(Protocol):
+    """Interface of a store module."""
+
     FORMS: tuple[str, ...]
-    """Specs it takes, for error messages."""
+    """Accepted specs, for error messages."""
     OPTIONS: tuple[str, ...]
-    """Query options it takes besides `notify`."""
+    """Accepted query options besides `notify`."""
 
     @staticmethod
     def from_spec(spec: TransportSpec, root: Path) -> tuple[CollectorStore, Notifier]: ...
@@ -47,9 +49,9 @@ NOTIFIERS: dict[str, Callable[[str], Notifier]] = {
 
 
 def from_spec(text: str, root: Path) -> StoreTransport:
-    """The transport that `text` describes; nothing is connected or created before it is entered.
+    """Build the transport that `text` describes, without connecting.
 
-    `root` is the directory of plain `files`.
+    `root` is the directory of the spec `files`.
     """
     spec = TransportSpec.parse(text)
     module = STORES.get(spec.scheme)

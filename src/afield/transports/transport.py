@@ -1,7 +1,7 @@
-"""Transport: an outcome store that decides, and a notifier that hints.
+"""StoreTransport: an outcome store for decisions and a notifier for hints.
 
 1. Attempts are decided by `put_if_absent` of their commit in the store.
-2. Hints are leased until they are acknowledged. One that cannot be read, or that was delivered too often,
+2. Hints are leased until they are acknowledged. A hint that cannot be read, or that was delivered too often,
    becomes a dead letter.
 3. An unavailable queue is logged and retried; polling finds outcomes without it.
 """
@@ -29,7 +29,7 @@ from afield.wire import Hint, Invocation, OutcomeRecord
 
 log = logging.getLogger("afield.transports")
 
-SINGLE_READS = 64  # attempts up to which polling reads single keys instead of listing
+SINGLE_READS = 64  # number of attempts up to which a sweep reads single keys instead of listing
 MAX_DELIVERIES = 10
 RETRY_S = 2.0
 HELD_S = LEASE_S + 2.0
@@ -41,7 +41,7 @@ ExperimentAttempt = tuple[str, Attempt]
 
 
 class _Held:
-    """A leased message, and the attempts that are not acknowledged."""
+    """Leased message with its attempts that are not acknowledged yet."""
 
     def __init__(self, leased: Leased, about: set[ExperimentAttempt]) -> None:
         self.leased = leased
@@ -49,9 +49,9 @@ class _Held:
 
 
 class StoreTransport:
-    """The Transport over a store and a notifier.
+    """Transport that combines a store and a notifier.
 
-    `single_reads` is the number of attempts up to which polling reads single keys. A message delivered more
+    `single_reads` is the number of attempts up to which a sweep reads single keys. A message delivered more
     than `max_deliveries` times without acknowledgement becomes a dead letter.
     """
 
@@ -203,7 +203,7 @@ class StoreTransport:
             await self._move_to_dead(leased, str(error))
             return []
         if any(exp != exp_id for exp, _ in about):
-            # Another experiment's message: returned after a pause, so that this loop does not spin on it.
+            # A message of another experiment is returned after a pause, so that this loop does not spin.
             await self.notifier.extend(leased, RETRY_S)
             about = [pair for pair in about if pair[0] == exp_id]
             return [attempt for _, attempt in about]

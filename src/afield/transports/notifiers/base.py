@@ -1,7 +1,7 @@
-"""Notifier interface: a queue of hints, leased until they are acknowledged.
+"""Notifier interface: a queue of hints with leases and acknowledgements.
 
-A lease that expires makes the message available again. A message that cannot be used becomes a dead letter.
-Losing messages loses no outcome: the store holds all of them.
+A message becomes available again when its lease expires. A message that cannot be used becomes a dead letter.
+Lost messages do not lose outcomes, which are in the store.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from afield import wire
 from afield.errors import WireError
 from afield.types import Attempt
 
-LEASE_S = 10.0  # handling a hint takes milliseconds; the hints of a dead collector return after this
+LEASE_S = 10.0  # seconds until hints of a dead collector are delivered again
 UNHINTED_PARTS = wire.OWN_PARTS - {wire.COMMITS}
 
 
 class Leased(Struct, frozen=True, kw_only=True):
-    """A message leased to this collector."""
+    """Message leased to this collector."""
 
     exp_id: str
     """Experiment whose queue it came from."""
     body: bytes
-    """The message; see `read_message`."""
+    """Message text; see `read_message`."""
     receipt: Any
-    """The queue's own handle of the lease."""
+    """Lease handle of the queue."""
     times: int = 1
     """Number of deliveries so far, including this one."""
 
 
 class Notifier(Protocol):
-    """A queue of hints per experiment. Raises Unavailable when it cannot be reached."""
+    """Queue of hints per experiment. Methods raise Unavailable if it cannot be reached."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -48,15 +48,15 @@ class Notifier(Protocol):
     async def send(self, exp_id: str, body: bytes) -> None: ...
 
     async def lease(self, exp_id: str, wait_s: float) -> list[Leased]:
-        """Lease what is there, waiting up to `wait_s` for the first message."""
+        """Lease available messages; waits up to `wait_s` seconds for the first one."""
         ...
 
     async def extend(self, leased: Leased, seconds: float) -> None:
-        """Let the lease end `seconds` from now; 0 returns the message at once."""
+        """Set the lease to end in `seconds`; 0 returns the message at once."""
         ...
 
     async def ack(self, leased: Sequence[Leased]) -> None:
-        """Remove messages. Repeating it is harmless."""
+        """Remove messages. Repeating is harmless."""
         ...
 
     async def dead(self, letter: Leased, reason: str) -> None:
@@ -66,25 +66,25 @@ class Notifier(Protocol):
 
 @runtime_checkable
 class ClearableNotifier(Notifier, Protocol):
-    """A notifier that can list and remove messages leased by others.
+    """Notifier that can list and remove messages leased by other collectors.
 
-    Without it, the leases of a killed collector expire after the work is done, and their messages stay.
+    With other notifiers, messages leased by a killed collector stay invisible until their lease expires.
     """
 
     async def clear(self, exp_id: str, bodies: Sequence[bytes]) -> None:
-        """Remove messages with these bodies, whoever leased them. Repeating it is harmless."""
+        """Remove messages with these bodies, including leased ones. Repeating is harmless."""
         ...
 
     async def bodies(self, exp_id: str) -> list[bytes]:
-        """Bodies of all messages in the queue, whoever leased them."""
+        """Return the bodies of all messages in the queue, including leased ones."""
         ...
 
 
 def read_message(body: bytes) -> list[tuple[str, Attempt]]:
-    """(exp_id, attempt) pairs that a message names; raises WireError for an unknown message.
+    """Parse a message into (exp_id, attempt) pairs; raises WireError for an unknown message.
 
-    Messages are afield's hints and S3 events, also wrapped by SNS. S3 events name keys; commits and results
-    name attempts, other objects and S3's test event name none.
+    Messages are hints of afield and S3 events, also wrapped by SNS. S3 events of commits and results refer to
+    attempts; those of other objects, and S3's test event, return no pairs.
     """
     try:
         message = json.loads(body)

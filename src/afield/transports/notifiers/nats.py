@@ -1,6 +1,6 @@
 """NATS JetStream notifier: one work queue, a durable pull consumer per experiment.
 
-The stream and that of dead letters (`NAME-dead`) are created if missing and keep messages for two weeks.
+The stream and the dead letter stream (`NAME-dead`) are created if missing and keep messages for two weeks.
 Acknowledged messages are removed.
 """
 
@@ -67,7 +67,7 @@ class NatsNotifier:
         async with self._request():
             pull = await self._pull(exp_id)
             try:
-                # A fetch of several messages would wait until all of them came.
+                # A fetch of several messages waits until all of them have arrived.
                 messages = await pull.fetch(1, timeout=max(MIN_FETCH_S, wait_s))
                 if more := min(BATCH, messages[0].metadata.num_pending):
                     messages += await pull.fetch(more, timeout=NEXT_FETCH_S)

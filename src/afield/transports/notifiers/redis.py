@@ -1,7 +1,7 @@
 """Redis Streams notifier: one stream and one consumer group per experiment.
 
-A message that is not acknowledged within its lease is claimed by the next reader. The newest ten thousand
-dead letters are in `NAME:dead:EXPERIMENT`.
+A message that is not acknowledged within its lease is claimed by the next reader. The newest 10,000 dead
+letters are in `NAME:dead:EXPERIMENT`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """SQS notifier: one existing queue, or one queue per experiment, created if missing.
 
-Queues are never purged. Dead letters go to `dead_url`, or to the target of the queue's redrive policy; queues
-created here have one. With neither, a dead letter is hidden for an hour and logged. Long polls last two
-seconds, so that a program ends quickly.
+1. Dead letters go to `dead_url`, or to the target of the queue's redrive policy; queues created here have
+   one. Without either, a dead letter is logged and hidden for an hour.
+2. Queues are never purged.
+3. Long polls last two seconds, so that a program ends quickly.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class SqsNotifier:
             self._sqs = None
 
     def address(self, exp_id: str) -> dict[str, Any]:
-        """The queue's URL; creates the queue at the first call."""
+        """Return the queue's URL; creates the queue at the first call."""
         if self._sqs is None:
             raise UsageError("the transport is not open; use it inside 'async with'")
         return {"sqs_url": self._queue(exp_id)}
@@ -92,7 +93,7 @@ class SqsNotifier:
         url = await self._call(self._queue, exp_id)
         while True:
             left = end - loop.time()
-            # SQS counts whole seconds, and only a poll of at least one returns when a message comes.
+            # SQS takes whole seconds, and only a poll of at least one second returns when a message arrives.
             leased_messages = await self._call(self._receive, url, exp_id, min(POLL_S, max(0, round(left))))
             left = end - loop.time()
             if leased_messages or left <= 0:
@@ -145,7 +146,7 @@ class SqsNotifier:
         self._do("send_message", self._queue(exp_id), MessageBody=body.decode())
 
     def _receive(self, url: str, exp_id: str, wait_s: int) -> list[Leased]:
-        """All available messages, in batches of ten; waits only for the first."""
+        """Receive all available messages in batches of ten; waits only for the first batch."""
         leased_messages: list[Leased] = []
         for n in range(MAX_BATCHES):
             response = self._do(

@@ -1,4 +1,4 @@
-"""Store interface of collectors, and the parsed form of a transport spec."""
+"""Collector store interface, and parsing of transport specs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from afield.sdk.stores import OutcomeStore
 
 
 class CollectorStore(OutcomeStore, Protocol):
-    """An outcome store as collectors use it."""
+    """Outcome store for collectors."""
 
     @property
     def threads(self) -> int:
@@ -49,7 +49,7 @@ class TransportSpec(Struct, frozen=True, kw_only=True):
     text: str
     """The spec as written."""
     scheme: str
-    """Before the colon; the whole spec if it has none, such as `memory`."""
+    """Text before the colon; the whole spec without a colon, such as `memory`."""
     host: str = ""
     """Host or bucket; empty if there is none."""
     path: str = ""

@@ -1,6 +1,6 @@
-"""Directory outcome store, with hints in SQLite beside it.
+"""File outcome store: a directory, with hints in SQLite.
 
-Agents write it with `afield.sdk.deliver`; collectors read it and fence attempts with the same commits.
+Agents write to it with `afield.sdk.deliver`; collectors read it and fence attempts with the same commits.
 Opening it raises UsageError if the directory is not writable.
 """
 
@@ -35,7 +35,7 @@ TAKE = """UPDATE notices SET leased_until = ?, times = times + 1 WHERE id IN
 
 
 class FilesStore(FileStore):
-    """The directory that agents write to."""
+    """Outcome store in a local directory."""
 
     threads = 8
     page = 0
@@ -146,7 +146,7 @@ class SqliteNotifier:
         free = "SELECT 1 FROM notices WHERE exp_id = ? AND leased_until <= ? LIMIT 1"
 
         def take(db: Database) -> list[Row]:
-            # A reader takes no lock; only an available message is worth a write.
+            # Reads first, without a lock, so that polling an empty queue does not write.
             if db.fetch_one(free, exp_id, now) is None:
                 return []
             return db.fetch_all(TAKE, now + self._lease_s, exp_id, now, BATCH)
@@ -161,7 +161,7 @@ class SqliteNotifier:
             raise UsageError("the transport is not open; use it inside 'async with'")
         try:
             return work(self._db)
-        except DamagedFile as error:  # hints are not the truth: the transport goes on without them
+        except DamagedFile as error:  # the transport works without hints
             raise Unavailable(str(error)) from error
 
 
@@ -171,7 +171,7 @@ def _delete(db: Database, sql: str, rows: list[tuple[Any, ...]]) -> None:
 
 
 class FilesTransport(StoreTransport):
-    """Outcomes in a directory, hints in SQLite beside them."""
+    """Transport with outcomes in a directory and hints in SQLite."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(FilesStore(root), SqliteNotifier(root))

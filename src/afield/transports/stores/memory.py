@@ -18,12 +18,12 @@ OPTIONS: tuple[str, ...] = ()
 
 
 class MemoryStore:
-    """Objects in a dict."""
+    """Outcome store in a dict."""
 
     threads = 0
     page = 0
     foreign = False
-    # A host name that never resolves: agents in other processes fail instead of posting to a stranger.
+    # A host name that never resolves, so that agents in other processes fail.
     address: Mapping[str, Any] = {"outcome_url": "http://memory.invalid"}
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class MemoryStore:
 
 
 class MemoryNotifier:
-    """Queues of hints within one event loop."""
+    """Hint queues within one event loop."""
 
     def __init__(self, lease_s: float = LEASE_S) -> None:
         self.lease_s = lease_s
@@ -110,7 +110,7 @@ class MemoryNotifier:
 
 
 class MemoryTransport(StoreTransport):
-    """Outcomes and hints within one process."""
+    """Transport within one process."""
 
     def __init__(self) -> None:
         super().__init__(MemoryStore(), MemoryNotifier())

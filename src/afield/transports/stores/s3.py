@@ -1,7 +1,7 @@
-"""S3 outcome store as collectors use it, with SQS hints.
+"""S3 outcome store for collectors, with SQS hints.
 
-Opening it writes, reads and lists a probe object, so that a missing permission is reported at the start and
-not taken for "no outcome yet". Without permission to list, polling reads single keys.
+Opening it writes, reads and lists a probe object, so that missing permissions are reported at the start.
+Without permission to list, sweeps read single keys.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROBE = "afield.probe"
 
 
 class S3CollectorStore(S3Store):
-    """The bucket that agents write to, with many calls at once."""
+    """Outcome store in an S3 bucket, with concurrent calls."""
 
     foreign = True
 
