@@ -49,7 +49,7 @@ class Choice(Struct, frozen=True, kw_only=True):
 
 
 def run_usage(name: str | None, choice: Choice) -> list[Usage]:
-    """Disk use of one run or of all, after the removal of what was chosen."""
+    """Remove the chosen data of one run or of all; returns the disk usage after it."""
     runs = Environment.read().runs
     if choice.any and name is None:
         raise UsageError("say which run to remove something of: afield cleanup RUN --rollouts")

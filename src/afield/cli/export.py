@@ -117,6 +117,7 @@ def reward_weights(run: RunDirectory) -> dict[str, float]:
 
 
 def group_of(members: list[RolloutResult], baseline: str | None) -> Group:
+    """Rebuild a group from its rollouts; `baseline` is the id of the greedy rollout, if any."""
     rollout = members[0].rollout
     epoch = re.match(rf"{re.escape(rollout.exp_id)}-e(\d+)-", rollout.group_id)
     if epoch is None:

@@ -42,7 +42,7 @@ def add_flags(
 
 
 def flag_values(args: argparse.Namespace, struct: type[SettingsGroup]) -> dict[str, Any]:
-    """The settings given on the command line."""
+    """Settings from the command line."""
     values = {name: getattr(args, name, None) for name in struct.__struct_fields__}
     return {name: value for name, value in values.items() if value is not None}
 

@@ -113,6 +113,7 @@ def first_line() -> bytes:
 
 
 def run_shard(args: argparse.Namespace) -> int:
+    """Serve one of several gateway processes, started by the front."""
     from afield import factory
 
     line = first_line()
@@ -123,22 +124,25 @@ def run_shard(args: argparse.Namespace) -> int:
 
 
 def with_public_url(settings: GatewaySettings, listener: socket.socket) -> GatewaySettings:
+    """Set the public URL from the listening address, unless it is configured."""
     url = settings.public_url or f"http://{bracketed(settings.host)}:{listener.getsockname()[1]}"
     return structs.replace(settings, public_url=with_port(url))
 
 
 def local_url(settings: GatewaySettings, listener: socket.socket) -> str:
+    """URL for clients on this machine; a wildcard host becomes loopback."""
     host = bracketed(settings.host)
     loopback = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
     return f"http://{loopback}:{listener.getsockname()[1]}"
 
 
 def bracketed(host: str) -> str:
+    """Host for a URL; IPv6 addresses get brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 def with_port(url: str) -> str:
-    """The URL with its port, even the default one, which some clients lose otherwise."""
+    """URL with an explicit port: some clients drop a default port."""
     parts = urlsplit(url)
     if parts.port is not None:
         return url

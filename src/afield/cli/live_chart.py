@@ -63,6 +63,7 @@ class Screen:
         return self
 
     def ready(self) -> None:
+        """Print the startup time; start the chart if the output is a terminal."""
         took = time.monotonic() - self._began
         per_step = self._config.tasks_per_step * self._config.rollouts
         self._say(f"ready after {took:.1f} s; {self._config.steps} steps of {per_step} rollouts")
@@ -139,6 +140,7 @@ class Screen:
         self._say(f"all is collected; here {self._finished} rollouts ended, {failed} attempts failed")
 
     def farewell(self, summary: Summary) -> None:
+        """Print the summary of a finished run, warnings and further commands."""
         say = self._say
         say(
             f"mean reward {_number(summary.first)} -> {_number(summary.last)} in {summary.steps} steps,"
@@ -198,6 +200,7 @@ class Screen:
 
 
 def describe(line: StepMetrics, steps: int) -> str:
+    """Metrics of a step in one line."""
     trained = line.failures.get(FailureKind.POLICY, 0)
     kinds = ", ".join(f"{k} {count}" for k, count in line.failures.items() if k != FailureKind.POLICY)
     failed = f"  failed {line.failed} ({kinds})" if kinds else ""
@@ -213,8 +216,8 @@ def describe(line: StepMetrics, steps: int) -> str:
 
 
 def precision(measures: Mapping[str, float]) -> str:
-    """Sampler-trainer difference, also as a multiple of what the engine's dtype explains, and the share of
-    the update that reached the engine. Empty if both agree and nothing was rounded."""
+    """Describe the sampler-trainer difference, also as a multiple of the difference that the engine's dtype
+    explains, and the share of the update that reached the engine. Empty if both agree without rounding."""
     told = ""
     if not measures.get("logprob_diff", 0.0) <= EQUAL:  # so that NaN is shown
         told += f"  logprob diff {measures['logprob_diff']:.1e}"

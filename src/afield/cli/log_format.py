@@ -20,10 +20,13 @@ def start_logging(format: str) -> None:
 
 
 def without_keys(text: str) -> str:
+    """Redact session keys, header keys and bearer tokens."""
     return _KEY.sub(lambda found: f"{found[1]}~..." if found[1] else "Bearer ...", text)
 
 
 class Lines(logging.Formatter):
+    """Text lines without keys."""
+
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
 
@@ -32,6 +35,8 @@ class Lines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
+    """JSON lines without keys, with the session id that a message names."""
+
     def format(self, record: logging.LogRecord) -> str:
         message = without_keys(record.getMessage())
         line = {

@@ -1,6 +1,6 @@
 """`afield` entry point: argument parser, dispatch, exit codes.
 
-Exit codes: 0 success, 1 failure, 2 invalid input, 130 Ctrl-C, 143 SIGTERM.
+Exit codes: 0 success, 1 failure, 2 invalid input, 130 Ctrl-C, 141 closed output pipe, 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -76,5 +76,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def complain(error: AfieldError) -> int:
+    """Print an error; returns the exit code."""
     print(f"afield: {error}", file=sys.stderr)
     return 2 if isinstance(error, UsageError) else 1

@@ -66,6 +66,7 @@ class Summary(Struct, frozen=True, kw_only=True):
 
 
 def summarise(run: RunDirectory, config: TrainConfig, *, wall_s: float) -> Summary:
+    """Build the summary from metrics.jsonl and the run state."""
     lines = run.read_metrics()
     rollouts = sum(line["rollouts"] for line in lines)
     begin = min(2, len(lines) // 2)

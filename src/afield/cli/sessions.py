@@ -165,7 +165,7 @@ def ps(args: argparse.Namespace) -> int:
 
 
 async def _asked(among: Sequence[Part], lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add what the runtimes report: current phases and locations, and sessions that are in no registry."""
+    """Query the runtimes: update phases and locations, and add sessions that are in no registry."""
     known = {(line["run"], line["role"], line["session"]): line for line in lines}
     for part in among:
         try:

@@ -162,6 +162,7 @@ def find_rollout(run: RunDirectory, wanted: str) -> tuple[int, RolloutResult]:
 
 
 def decoder(run: RunDirectory) -> Any:
+    """Function that decodes token ids with the tokenizer of the run's model."""
     from afield import factory
 
     config = saved_config(run)

@@ -163,7 +163,7 @@ def checked(
     """The settings and tasks of a new run."""
     others = {key: value for key, value in defaults.items() if key != "exp_id"}
     config = train_config(args.config, settings_given(args), **others)
-    # Rollouts of the same id are sampled alike. Where runs share a gateway or store, ids are the run's own.
+    # Rollout ids seed sampling. Runs that share a gateway or store need ids of their own.
     shared = config.gateway or "://" in config.outcomes or config.runtime_name in REMOTE
     if not shared and not config.exp_id:
         config = structs.replace(config, exp_id=defaults["exp_id"])
@@ -234,6 +234,7 @@ def save_config(run: RunDirectory, config: TrainConfig) -> None:
 
 
 def saved_config(run: RunDirectory) -> TrainConfig:
+    """Read run.json."""
     try:
         return msgspec.json.decode(run.config.read_bytes(), type=TrainConfig)
     except (OSError, msgspec.MsgspecError) as error:
@@ -270,7 +271,7 @@ async def train(
                 admin_key=admin_key,
                 val_tasks=val_tasks,
             ) as started:
-                save_config(run, config)  # a resumed run keeps its changes once they work
+                save_config(run, config)  # save changed settings of a resumed run once it has started
                 screen.ready()
                 await started.run()
                 run.check_present()

@@ -170,7 +170,7 @@ def check_model(config: TrainConfig, *, trains: bool) -> None:
 
 
 def check_engine_model(spec: str, model: Path) -> None:
-    """Check the files that the embedded engine reads; a server has a model of its own."""
+    """Check the files that the embedded engine reads; inference servers are not checked."""
     if spec.partition("=")[0] == "torch":
         _check_model_config(model)
         _check_weights(model)
@@ -231,7 +231,7 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def _is_complete(path: Path) -> bool:
-    """Whether a safetensors file is as long as its header says."""
+    """Whether a safetensors file has the length that its header implies."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

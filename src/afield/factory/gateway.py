@@ -152,7 +152,7 @@ def _relax_garbage_collection() -> None:
 async def serve_front(
     settings: GatewaySettings, listener: socket.socket, ready: Callable[[str], None]
 ) -> None:
-    """Start the gateway's processes and hand them connections until cancelled."""
+    """Start the gateway's processes and pass connections to them until cancelled."""
     with needs("gateway"):
         from afield.gateway.front import Front
 

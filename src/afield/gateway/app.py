@@ -70,7 +70,7 @@ HAND_IN_LESS = (
 
 
 class _Answer:
-    """ASGI `send` that notes whether the response has started."""
+    """ASGI `send` that records whether the response has started."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

@@ -143,7 +143,7 @@ class Calls:
     async def _constrain(
         self, session: Session, tokenizer: ChatTokenizer, request: ModelRequest, fields: Sequence[str]
     ) -> tuple[ModelRequest, Constraint | None]:
-        """Builds the reply's constraint, or drops it where the session's policy says so."""
+        """Builds the reply's constraint, or drops it if the session's policy ignores constraints."""
         names = [request.names.get(field, field) for field in fields]
         spec = session.row.spec
         if spec.constrained_turns == "ignore":
@@ -415,7 +415,7 @@ class Calls:
     async def _abandon(
         self, session: Session, request: ModelRequest, turn: Turn, chunks: AsyncGenerator[Chunk], n: int
     ) -> None:
-        """Leaves the engine and records what was sampled as an aborted turn."""
+        """Leaves the engine and records the sampled tokens as an aborted turn."""
         try:
             async with asyncio.timeout(LEAVING_S):
                 await chunks.aclose()

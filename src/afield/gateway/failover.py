@@ -20,7 +20,7 @@ from afield.types import FinishReason, VersionSpan
 
 
 class ResumableCall:
-    """Runs a call on one engine after another: `start_on`, `next`, `fold`, `leave`; `interrupt` cuts it."""
+    """Runs a call on one engine after another: `start_on`, `next`, `fold`, `leave`, `interrupt`."""
 
     __slots__ = (
         "_base",
@@ -41,14 +41,14 @@ class ResumableCall:
         self._call = call
         self._ids: list[int] = []
         self._spans: list[VersionSpan] = []
-        self._base = 0  # index of the present worker's first token
+        self._base = 0  # index of the current worker's first token
         self._refined = False
         self._chunks: AsyncGenerator[Chunk] | None = None
         self._waiting: asyncio.Task[Any] | None = None  # task that waits for the engine
         self._leaving: asyncio.Task[None] | None = None
         self._cut = False
-        self.aborted = False  # the present worker aborted the call
-        self.started_at = math.inf  # monotonic time of the request to the present worker
+        self.aborted = False  # the current worker aborted the call
+        self.started_at = math.inf  # monotonic time of the request to the current worker
         self.failures: list[str] = []
 
     @property
@@ -65,7 +65,7 @@ class ResumableCall:
 
     @property
     def silent(self) -> bool:
-        """Whether the present worker has returned nothing yet."""
+        """Whether the current worker has not returned any token yet."""
         return self.started_at < math.inf and len(self._ids) == self._base
 
     def start_on(self, engine: Engine) -> None:
@@ -106,7 +106,7 @@ class ResumableCall:
             self._waiting = None
 
     async def interrupt(self) -> bool:
-        """Interrupts the present worker and keeps its tokens. Returns True if the engine has been left."""
+        """Interrupts the current worker and keeps its tokens. Returns True if the engine has been left."""
         if self._cut:
             return False
         self._cut = True
@@ -117,7 +117,7 @@ class ResumableCall:
         return True
 
     async def leave(self) -> None:
-        """Leaves the engine, once, for consumer and `interrupt` alike."""
+        """Leaves the engine. Idempotent: consumer and `interrupt` both call it."""
         if self._leaving is not None:
             await asyncio.shield(self._leaving)
         elif self._chunks is not None:
@@ -185,7 +185,7 @@ class ResumableCall:
             self._spans.append(span)
 
     def _refine(self, exact: tuple[VersionSpan, ...]) -> None:
-        """Replaces the version intervals of the present worker's tokens by exact versions."""
+        """Replaces the version intervals of the current worker's tokens by exact versions."""
         earlier = [span for span in self._spans if span.start < self._base]
         self._spans = [VersionSpan(s.start, min(s.end, self._base), s.low, s.high) for s in earlier]
         for span in exact:

@@ -55,7 +55,7 @@ class Process:
         self._writable = asyncio.Event()
 
     async def start(self) -> bytes:
-        """Starts the process and returns its first line of output, which says that it is ready."""
+        """Starts the process and returns its first line of output, which it prints when it is ready."""
         self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.link.setblocking(False)
         with theirs:

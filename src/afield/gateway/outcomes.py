@@ -324,7 +324,7 @@ def addressed(row: SessionRow) -> bool:
 
 
 def judged(spec: SessionSpec) -> bool:
-    """Returns whether the agent's key cannot give rewards."""
+    """Returns whether a verifier gives the rewards, and not the agent's key."""
     return spec.reward_from == "verifier" or "reward" not in spec.scope
 
 

@@ -5,8 +5,8 @@
    behind the parent, `splice` by rendering the whole conversation. Assistant messages that were not sampled
    need `splice`.
 3. Otherwise the prompt is a new root with the tier `full`; its turn is in a separate training row.
-4. Links name the origin of a request that does not simply continue a turn: retry, edit, fork, compaction or
-   sub-agent.
+4. Links name the origin of a request that does not continue the end of a branch: retry, edit, fork,
+   compaction or sub-agent.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class MatchContext(Struct, frozen=True, kw_only=True):
     cache: ConversationCache
     """Session's cache of recognised conversations."""
     missed: frozenset[str] = frozenset()
-    """Turns that were not delivered: no request continues them by chance."""
+    """Turns that were not delivered, which a request cannot continue."""
     again: frozenset[str] = frozenset()
     """Turns that may answer a repeated request."""
     thread_of: Callable[[str], str] = lambda _: ""

@@ -73,7 +73,7 @@ class QueueTime:
 
 log = logging.getLogger("afield.gateway")
 LOOK_S = 2.0
-"""Interval between looks at the queues of engines, in seconds."""
+"""Interval between queries of engine queues, in seconds."""
 ANSWER_S = 5.0
 """Timeout for an engine's answer, in seconds."""
 

@@ -1,7 +1,7 @@
 """Responds to one model call, whole or as a stream.
 
-A disconnect ends the call. What was sampled becomes an aborted turn, or an undelivered one if it was
-already committed. Streams send the dialect's keepalives while nothing is sampled.
+A disconnect ends the call. Its turn is recorded as aborted, or as undelivered if it was already
+committed. Streams send the dialect's keepalives while nothing is sampled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from afield.gateway.sessions import Session
 
 KEEPALIVE_S = 10.0
 """Interval between keepalives, in seconds."""
-# Codex compacts after this error in a stream, and gives up after the same as an HTTP error.
+# Codex compacts the conversation after this error in a stream, but fails after it as an HTTP error.
 TOLD_IN_STREAM = {("responses", "context_length_exceeded")}
 
 
@@ -100,7 +100,7 @@ class Responder:
     async def _keep_alive(self, encoder: StreamEncoder, out: ByteStream) -> None:
         while True:
             seen = out.sent
-            # Silence may begin right after a check, and lasts two intervals at most.
+            # A pause that starts right after a check lasts at most two intervals.
             await asyncio.sleep(self._keepalive_s / 2)
             if out.sent == seen:
                 await out.emit(encoder.keepalive())

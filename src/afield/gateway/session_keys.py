@@ -161,7 +161,7 @@ class SecretPlace(Struct, frozen=True, kw_only=True):
 
 
 def signing_secret(place: SecretPlace, store_id: str, store: Path, *, sessions: bool) -> bytes:
-    """Reads or creates the secret. `sessions` says whether the store has sessions whose keys a new secret
+    """Reads or creates the secret. `sessions` is whether the store has sessions, whose keys a new secret
     revokes.
     """
     path = place.path(store_id)

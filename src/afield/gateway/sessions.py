@@ -163,11 +163,11 @@ class Session:
         return 0.0 if self.in_flight else max(0.0, self._clock() - self._quiet_since)
 
     def alive(self) -> None:
-        """Notes a heartbeat of the agent's SDK."""
+        """Records a heartbeat of the agent's SDK."""
         self._seen = self._clock()
 
     def request_started(self, task: asyncio.Task[Any]) -> None:
-        """Notes that a task responds to a model request."""
+        """Records the task that responds to a model request."""
         self.in_flight.add(task)
         self._touch()
 

@@ -1,7 +1,7 @@
 """Reasoning parameters: parsed from requests, applied to chat templates.
 
 The template's own switch turns reasoning on and off; the trainer's template arguments take precedence.
-What the template does not support is refused, or ignored with a tag.
+Parameters that the template does not support are refused, or ignored with a tag.
 """
 
 from __future__ import annotations

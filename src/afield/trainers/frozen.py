@@ -20,7 +20,7 @@ from afield.types import Group
 
 
 class Frozen:
-    """Trains nothing; exports the model directory that it was given."""
+    """Trainer without updates; exports the model directory unchanged."""
 
     def __init__(self, model_path: str | Path, *, floor: float = 0.0) -> None:
         self.model_path = Path(model_path)

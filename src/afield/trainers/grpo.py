@@ -203,6 +203,7 @@ class GRPO:
     # --- a step -----------------------------------------------------------------------------------
 
     def step(self, groups: Sequence[Group]) -> StepReport:
+        """Train on the groups of a step; raises Unavailable if the device is out of memory."""
         try:
             return self._step(groups)
         except torch.OutOfMemoryError as error:
@@ -367,7 +368,7 @@ class GRPO:
     def publish(self, directory: Path, *, version: int, dtype: str) -> dict[str, float]:
         """Write the weights of `version` for engines that compute in `dtype`; returns rounding metrics.
 
-        Stochastic rounding is seeded by the run's seed and the version: repeating gives the same bits.
+        Stochastic rounding is seeded by the run's seed and the version: a repetition writes the same bits.
         """
         rounding = make_rounding(dtype, self.seed, version, nearest=self.rounding == "nearest")
         arrived = self._export(directory, rounding)
@@ -402,7 +403,7 @@ class GRPO:
             (fresh / POLICY).write_text(json.dumps({"thinking": self.thinking, "steps": self.steps}) + "\n")
 
     def restore(self, directory: Path) -> None:
-        """Load a checkpoint; the next step gives the same weights bit for bit."""
+        """Load a checkpoint; training continues bit for bit as without the interruption."""
         directory = Path(directory)
         if not (directory / STATE).is_file():
             raise DamagedFile(f"{directory} holds no {STATE}; restore from a directory that save() wrote")

@@ -161,7 +161,8 @@ _linear: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def has_linear_head(model: Any) -> bool:
-    """Whether a model's logits are the product of its output layer and hidden states, and nothing else."""
+    """Whether a model's logits are the product of its output layer and hidden states, without scaling or
+    caps."""
     if model not in _linear:
         _linear[model] = _is_linear(model)
     return _linear[model]

@@ -1,7 +1,7 @@
 """LoRA adapters (peft) inside a model whose other weights stay frozen.
 
-Adapters are injected into linear layers, so that the model is called as before. They are float32 whatever the
-model's dtype. Merging creates new tensors: adapters in training are never merged and restored.
+Adapters are injected into linear layers, so that the model is called as before. They are float32 for any
+dtype of the model. Merging creates new tensors: adapters in training are never merged and restored.
 """
 
 from __future__ import annotations

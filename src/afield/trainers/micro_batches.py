@@ -3,7 +3,7 @@
 1. `split_micro_batches` packs rows into token trees, which compute shared prefixes once, or pads them. Rows
    are padded for models that cannot run over a tree, beyond the tree's row length, and with images.
 2. `token_logprobs` runs the model over a micro-batch. Its inputs and outputs are flat, one entry per sampled
-   token, row after row, whatever the layout. No row is ever split.
+   token, row after row, for any layout. Rows are never split.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """AdamW over a policy: scores rows, accumulates gradients over micro-batches, steps.
 
-Rows come with their advantages and the caller gives the loss. Gradients add up over micro-batches of
+Rows have advantages; the caller provides the loss. Gradients add up over micro-batches of
 `max_tokens_per_pass` until `step`.
 """
 
@@ -45,7 +45,8 @@ def rows_for_control(rows: Sequence[Row]) -> list[Row]:
 class Optimizer:
     """AdamW and the forward and backward passes of a policy.
 
-    An `eps` near the size of a small model's gradients keeps noise from moving weights that hardly matter.
+    For small models, an `eps` near the size of the gradients keeps noise from moving weights of little
+    effect.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Packs token sequences into a prefix tree with shared prefixes stored once.
 
-Sequences share prefixes whatever their origin: a group's prompt, the history of a branch, instructions of
+Sequences share prefixes of any origin: a group's prompt, the history of a branch, instructions of
 sub-agents. Tokens are in depth-first order, so the descendants of a token follow it directly: token `q`
 attends to token `kv` exactly if `kv <= q < end[kv]`. A tree too large for memory is split between
 sequences, where they share least.

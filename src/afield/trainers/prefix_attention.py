@@ -21,7 +21,7 @@ from afield.trainers.packing import Segment
 SIMILAR_LENGTH = 0.95
 """Sequences of at least this share of the longest one's length are batched with it."""
 MIN_PREFIX = 256
-"""Tokens that a shared prefix must have to be a block of its own."""
+"""Length from which a shared prefix becomes a block, in tokens."""
 ops = torch.ops.aten
 
 

@@ -1,7 +1,8 @@
 """Synchronous sampling through an engine, for training loops without asyncio.
 
 The engine runs in an event loop on its own thread from `start` to `close`. Ids, log-probabilities and
-versions of a reply are the engine's; nothing is tokenized again. The same program samples the same replies.
+versions of a reply are the engine's; text is never tokenized again. Sampling is deterministic: the same
+program samples the same replies.
 """
 
 from __future__ import annotations

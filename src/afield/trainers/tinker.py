@@ -275,7 +275,7 @@ class Tuner:
             torch.save(state, fresh / STATE)
 
     def load_state(self, directory: str | Path) -> None:
-        """Load what `save_state` wrote; the learning rate stays that of this tuner."""
+        """Load the state of `save_state`; the learning rate stays that of this tuner."""
         path = Path(directory) / STATE
         if not path.is_file():
             raise UsageError(f"{directory} holds no {STATE}; give a directory that save_state() wrote")

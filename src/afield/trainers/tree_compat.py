@@ -72,7 +72,7 @@ def _reached(model: Any, *outputs: Tensor) -> set[str]:
 
 @torch.no_grad()
 def padding_incompatibility(model: Any) -> str:
-    """Reason why padded rows give other numbers; empty if they do not."""
+    """Reason why padding changes the logits; empty if it does not."""
     config = model.config.get_text_config()
     if (top_k := getattr(config, "index_topk", None)) is not None:
         return f"its attention chooses {top_k} tokens of a row, padding among them (index_topk)"
@@ -108,6 +108,6 @@ def max_row_length(config: Any, *, tree: bool) -> int | None:
 
 @torch.no_grad()
 def is_deterministic(model: Any) -> bool:
-    """Whether two forward passes give the same numbers."""
+    """Whether two forward passes return the same logits."""
     ids = [(7 + 11 * i) % model.config.get_text_config().vocab_size for i in range(6)]
     return torch.equal(_row(model, ids), _row(model, ids))

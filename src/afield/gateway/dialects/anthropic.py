@@ -1,6 +1,6 @@
 """Anthropic Messages dialect.
 
-Requests: an assistant turn becomes one message, whatever its blocks. Each tool result becomes a tool
+Requests: all blocks of an assistant turn become one message. Each tool result becomes a tool
 message before the other content of its entry. Cache marks and billing lines are dropped. Tools with
 `defer_loading` are rendered where the conversation loads them, which keeps the root. Blocks of
 server-side tools are dropped with a tag; files, PDFs and unknown blocks are refused.

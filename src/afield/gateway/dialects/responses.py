@@ -192,7 +192,7 @@ class ResponsesStream:
         self._calls: dict[int, tuple[ToolStart, list[str]]] = {}
 
     def begin(self) -> bytes:
-        """Empty the second time: a keepalive may have begun the stream."""
+        """Encodes the first events; empty if a keepalive has started the stream."""
         if self._opened:
             return b""
         self._opened = True

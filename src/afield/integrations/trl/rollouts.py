@@ -3,8 +3,8 @@
     rollouts = Rollouts(args, agent="agent.py:agent", model="path/to/model", tasks=rows)
     AsyncGRPOTrainer(model="path/to/model", args=args, **rollouts.trainer_kwargs).train()
 
-Rollouts per task, temperature, length and staleness come from the trainer's own arguments; everything else
-has the keys of `afield train`. Nothing is started before training begins.
+Rollouts per task, temperature, length and staleness come from the trainer's own arguments; all other
+settings are those of `afield train`. Gateway and agents start when training starts.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ TaskRows = str | Path | Iterable[Mapping[str, Any]]
 class Rollouts:
     """Rollout worker and weight transfer for `AsyncGRPOTrainer`.
 
-    `tasks` is a JSONL file or an iterable of rows, such as a `datasets.Dataset`. `directory` keeps weights,
-    logs and rollouts; default runs/trl-... . `weigh` is "rollout", or "token" as TRL weighs.
+    `tasks` is a JSONL file or an iterable of rows, such as a `datasets.Dataset`. `directory` is for
+    weights, logs and rollouts (default: runs/trl-...). `weigh` is "rollout", or "token" as in TRL.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ def configured(args: Any, model: str, file: str | Path | None, values: Mapping[s
 
 
 def check_credit(learn: Any) -> None:
-    """Refuse credit and reward settings of other trainers: ignoring them would change what is trained."""
+    """Refuse credit and reward settings of other trainers: ignoring them would change the training."""
     options = learn if isinstance(learn, Mapping) else {}
     if options.get("credit", "outcome") != "outcome":
         raise UsageError(

@@ -1,7 +1,7 @@
 """Rows of groups as samples of TRL's asynchronous GRPO trainer.
 
 TRL averages its loss over tokens, so by default an advantage is divided by its rollout's sampled tokens and
-multiplied by their recent mean: each rollout weighs the same, whatever its length and branches. Rollouts
+multiplied by their recent mean: each rollout has the same weight, regardless of length and branches. Rollouts
 without a reward have no rows and are in no baseline. All rows of a rollout carry the version of its oldest
 token, so that TRL refuses it as a whole or not at all. Rows that TRL would rescore differently from how they
 were sampled are refused with rollout and turn.
@@ -46,6 +46,7 @@ class MeanLength:
         self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT_GROUPS)
 
     def add(self, tokens: int, rollouts: int) -> float:
+        """Add a group; returns the mean over recent groups."""
         if rollouts:
             self._recent.append((tokens, rollouts))
         return sum(t for t, _ in self._recent) / max(sum(n for _, n in self._recent), 1)

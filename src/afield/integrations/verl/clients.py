@@ -93,6 +93,7 @@ def client(given: Given, gateway: GatewayConnection, part: str = "") -> RolloutC
 
 
 def connect_gateway(given: Given, llm_client: Any) -> GatewayConnection:
+    """Connect to the configured gateway or the backend's, or start one in front of veRL's servers."""
     settings, trainer = given.settings, given.trainer
     if settings.gateway:
         key = Environment.read().admin_key

@@ -59,7 +59,7 @@ class GatewayOptions(Struct, frozen=True):
     seed: int = 0
     """Seed of sampling and rounding."""
     engine_dtype: EngineDtype = "auto"
-    """Dtype in which engines serve and weights are published; auto asks them."""
+    """Dtype in which engines serve and weights are published; `auto` uses the dtype that engines report."""
     processes: int = 1
     """Number of gateway processes."""
     gpus: float = 0.0
@@ -86,7 +86,7 @@ class GatewayInfo(Struct, frozen=True):
     seed: int = 0
     """Seed of the job, by which published weights are rounded."""
     engine_dtype: str = "auto"
-    """Dtype in which weights are published; auto asks the engines."""
+    """Dtype in which weights are published; `auto` uses the dtype that engines report."""
 
 
 def gateway_info() -> GatewayInfo:

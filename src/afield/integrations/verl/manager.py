@@ -254,7 +254,7 @@ class Manager:
     # --- in the writer thread --------------------------------------------------------------------------
 
     def _write(self, group: PromptGroup) -> None:
-        """Write rows before the status: veRL takes a group as soon as its status says that it ended."""
+        """Write the rows of a group, then its status: veRL reads the rows once the status is final."""
         if self._broken is not None:
             return
         call = group.counts.call

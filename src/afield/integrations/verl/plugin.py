@@ -1,8 +1,8 @@
 """veRL plugin: `VERL_USE_EXTERNAL_MODULES=afield.integrations.verl.plugin`.
 
 It registers `actor_rollout_ref.rollout.name=afield`, a rollout backend (a gateway with its engine), and
-`actor_rollout_ref.rollout.checkpoint_engine.backend=afield`, which publishes weights to it. Loading starts
-nothing and changes nothing of veRL's own.
+`actor_rollout_ref.rollout.checkpoint_engine.backend=afield`, which publishes weights to it. Loading has
+no effect on veRL's own backends.
 """
 
 from __future__ import annotations

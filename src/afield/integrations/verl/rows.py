@@ -356,8 +356,8 @@ def _fields(prompt: Mapping[str, Any], session: RolloutRows, row: Row, torch: An
 
 
 def pixels(session: RolloutRows, row: Row, vision: Vision | None) -> dict[str, Any]:
-    """Inputs of a vision-language model beside the ids: `multi_modal_inputs` of its processor, and positions
-    in text, time, height and width."""
+    """Inputs of a vision-language model in addition to ids: `multi_modal_inputs` of its processor, and
+    positions in text, time, height and width."""
     import torch
 
     rollout_id = session.result.rollout.id

@@ -1,8 +1,8 @@
 """Publishes veRL's weights to the gateway's engines through a shared directory.
 
 Each version is a whole model directory, renamed into place and published with version = global step. Calls
-in flight go on; their later tokens carry the new version. An update returns when the gateway serves that
-version; anything else raises and stops the trainer. The last two versions stay on disk.
+in flight continue; their later tokens have the new version. An update returns when the gateway serves that
+version; otherwise it raises and stops the trainer. The last two versions stay on disk.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class PublishResult(NamedTuple):
 
 
 async def send(weights: Any, version: int | None, *, leader: bool) -> PublishResult:
-    """Publish the weights. Ranks other than the first only take part in gathering them. A version that was
-    sent is not sent again: veRL may ask once per kind of replica."""
+    """Publish the weights. Ranks other than the first only take part in gathering them. A version is
+    sent once: veRL may call this once per kind of replica."""
     if version is None:
         raise UsageError("veRL gave these weights no global step, so they have no version")
     if not leader:

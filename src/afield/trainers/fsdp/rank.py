@@ -1,8 +1,8 @@
 """FSDP rank: process of the FSDP trainer, `python -m afield.trainers.fsdp.rank FD`.
 
 Every rank holds a shard of each weight and of its optimizer state, and runs the whole model over its part of
-the rows; gradients are summed. All ranks see all groups and draw the same minibatches, so that they check,
-refuse and update alike. Rank 0 writes. A rank exits when its connection closes.
+the rows; gradients are summed. All ranks get all groups and draw the same minibatches, so that checks,
+errors and updates are the same on each. Rank 0 writes. A rank exits when its connection closes.
 """
 
 from __future__ import annotations
@@ -187,6 +187,7 @@ class RankDiagnostics(NamedTuple):
 
 
 def merge(parts: Sequence[RankDiagnostics], diagnostics: BatchDiagnostics) -> None:
+    """Add the diagnostics of all ranks; raises the first error of any."""
     if problems := [part.problem for part in parts if part.problem]:
         raise UsageError(problems[0])
     for part in parts:
@@ -315,6 +316,7 @@ class ShardedGRPO(GRPO):
 
 
 def call_and_reply(call: Callable[[], Any]) -> RankReply:
+    """Run a call; afield errors are `refused`, all others `broken`."""
     problems: list[Failure] = []
     with boundary(FailureKind.INFRASTRUCTURE, Reason.RAISED, problems.append):
         try:
@@ -325,6 +327,7 @@ def call_and_reply(call: Callable[[], Any]) -> RankReply:
 
 
 def join_group(config: RankConfig) -> torch.device:
+    """Initialise torch.distributed; returns the device of this rank."""
     device = torch.device(config.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -342,6 +345,7 @@ def join_group(config: RankConfig) -> torch.device:
 
 
 def main(descriptor: int) -> None:
+    """Serve calls from the trainer on a connection until it closes or the rank breaks."""
     with Connection(descriptor) as connection:
         config: RankConfig = pickle.loads(connection.recv_bytes())
         device = join_group(config)

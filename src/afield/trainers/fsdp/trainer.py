@@ -2,7 +2,7 @@
 
 `step`, `export`, `publish`, `save` and `restore` run on every rank (`afield.trainers.fsdp.rank`); the reply
 of rank 0 is returned. Checkpoints are those of a single process, so that a run may continue on another
-number of devices. An error that all ranks raise alike is raised here. A rank that dies or fails alone ends
+number of devices. An error that all ranks raise is raised here. A rank that dies or fails alone ends
 the others, and every later call raises Unavailable.
 """
 
@@ -24,7 +24,7 @@ from afield.interfaces.trainer import StepReport
 from afield.types import Group
 
 SAME_ERROR_TIMEOUT_S = 30.0
-"""Time within which all ranks raise the same error, in seconds."""
+"""Time within which all ranks must raise the same error, in seconds."""
 EXIT_TIMEOUT_S = 10.0
 Method = Literal["step", "export", "publish_as", "save", "restore"]
 
