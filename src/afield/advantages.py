@@ -1,4 +1,4 @@
-"""Advantage estimators: GRPO, Dr. GRPO, RLOO, REINFORCE++ and ReMax (pure).
+"""Advantage estimators: GRPO, Dr. GRPO, RLOO, REINFORCE++ and ReMax.
 
 Every rollout counts once in every mean and deviation, however many branches, turns or tokens it has.
 Rollouts without a reward (task, verifier and infrastructure failures) have no advantage and stay out of the
@@ -45,9 +45,9 @@ def compute_advantages(
 ) -> Advantages:
     """Advantage of each rollout with a reward, or of each of its turns.
 
-    `floor` is the reward of a policy failure without one. `returns` are by turn, for the rollouts and, with
-    `remax`, for the baselines too; see `batches.rewards.turn_returns`. `eps` is added to deviations, which
-    are those of the sample (n - 1).
+    `floor` is the reward of a policy failure without one. `returns` are per-turn returns of the rollouts and,
+    for `remax`, of the baselines; see `batches.rewards.turn_returns`. `eps` is added to standard deviations,
+    which are sample deviations (n - 1).
     """
     if estimator not in ESTIMATORS:
         choices = ", ".join(get_args(AdvantageEstimator))
@@ -192,7 +192,7 @@ def reinforce_plus_plus_baseline(groups: Sequence[GroupScores], eps: float) -> S
 
 
 def remax(groups: Sequence[GroupScores], eps: float) -> Scores:
-    """Score minus that of the group's greedy baseline; zero without a baseline that has a reward."""
+    """Score minus the score of the group's greedy baseline; zero if the baseline has no reward."""
     del eps
     batch: Scores = {}
     for group in groups:

@@ -1,7 +1,7 @@
 """Exception hierarchy of afield.
 
     AfieldError
-    |-- UsageError              wrong input from a person; commands exit with 2
+    |-- UsageError              wrong input from a user; commands exit with 2
     |   `-- DamagedFile         a file of a run cannot be read
     |-- WireError               a document that crossed a process boundary is malformed
     |-- Conflict                a different value was stored first
@@ -34,7 +34,7 @@ class AfieldError(Exception):
 
 
 class UsageError(AfieldError):
-    """Wrong input from a person. The message names the value and what to do."""
+    """Wrong input from a user. The message names the value and the remedy."""
 
 
 class DamagedFile(UsageError):
@@ -67,7 +67,7 @@ class RateLimited(AfieldError):
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
-        """Seconds until the next call, if the component said so."""
+        """Seconds to wait before the next call; None if the component gave no time."""
 
 
 class NoRewards(AfieldError):
@@ -75,7 +75,7 @@ class NoRewards(AfieldError):
 
 
 class RolloutFailure(AfieldError):
-    """One rollout failed. Subclasses say which part caused it."""
+    """One rollout failed. Subclasses name the component that caused it."""
 
     kind: ClassVar[FailureKind]
     stands_for: BaseException | None = None

@@ -65,6 +65,7 @@ class GatewayChild:
 
 @asynccontextmanager
 async def gateway_child(config: TrainConfig, run: RunDirectory) -> AsyncIterator[GatewayChild]:
+    """Start a gateway process with its log in the run directory; stop it on exit."""
     run.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     log_path = run.logs / "gateway.log"
     with log_path.open("ab") as log:
@@ -297,6 +298,7 @@ def warn_context_mismatch(config: TrainConfig, sampled: int | None, trained: int
 
 
 def validation(config: TrainConfig, run: RunDirectory, tasks: Sequence[Task]) -> Validation | None:
+    """Build the validation of a run, which writes its results to the run directory; None without tasks."""
     if not tasks:
         return None
 

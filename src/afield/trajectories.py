@@ -41,6 +41,7 @@ def why_excluded(turn: Turn, withheld: Withheld) -> str | None:
 
 
 def exclusions(forest: TurnTree, withheld: Withheld = NOTHING) -> tuple[Exclusion, ...]:
+    """Turns that are not trained, with their reasons."""
     reasons = ((turn, why_excluded(turn, withheld)) for turn in forest.turns)
     return tuple(
         Exclusion(turn.id, len(turn.token_ids), check_reason(reason)) for turn, reason in reasons if reason

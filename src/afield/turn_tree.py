@@ -1,4 +1,4 @@
-"""Turn tree: the model calls of a session by parent, matched to requests by content.
+"""Turn tree: model calls of a session, matched to requests by content.
 
 1. Turns are added once and never change.
 2. `chain` computes one digest per prefix of a request's messages; `find` returns the deepest turn whose
@@ -34,6 +34,7 @@ def turn_named(name: str, known: Container[str], answered: Sequence[str]) -> str
 
 
 def call_number(name: str) -> int | None:
+    """Parse the number of a call; None for other text."""
     return int(name) if name.isdecimal() and len(name) <= _DIGITS else None
 
 
@@ -260,6 +261,7 @@ def chain(root: str, messages: Sequence[Message]) -> list[str]:
 
 
 def extend_digest(previous: str, message: Message) -> str:
+    """Digest of a conversation that is `previous` followed by `message`."""
     state = hashlib.blake2b(previous.encode(), digest_size=16)
     for part in canonical(message):
         said = part.encode("utf-8", "surrogatepass")

@@ -18,6 +18,7 @@ ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 def check_id(value: str, what: str) -> None:
+    """Raise ValueError unless `value` is 1 to 128 characters of A-Z a-z 0-9 . _ -"""
     if not ID_PATTERN.fullmatch(value) or value in {".", ".."}:
         raise ValueError(f"{what} {value!r} must be 1 to 128 characters of A-Z a-z 0-9 . _ -")
 
@@ -223,7 +224,7 @@ class Failure(Struct, frozen=True):
     reason: Reason
     """Event that caused the failure."""
     message: str
-    """One line for people: what failed, the value, what to do."""
+    """One line for the user: failed operation, value and remedy."""
     traceback: str = ""
     """Python traceback of the agent's or verifier's code; empty without one."""
 

@@ -122,6 +122,7 @@ def data_key(exp_id: str, input_id: str, session_id: str) -> str:
 
 
 def commit_key(exp_id: str, session_id: str) -> str:
+    """Key of the commit that decides an attempt."""
     return f"{exp_id}/{COMMITS}/{session_id}.json"
 
 
@@ -268,6 +269,7 @@ class Hint(Struct, frozen=True, kw_only=True):
 
 
 def invocation_for(rollout: Rollout, attempt: Attempt, **where: Any) -> Invocation:
+    """Build the invocation of an attempt; `where` has the fields that are not ids."""
     return Invocation(
         exp_id=rollout.exp_id,
         input_id=rollout.task.id,
@@ -303,6 +305,7 @@ def _refuse_non_finite(value: object) -> None:
 
 
 def decode(data: bytes | str, into: type[T], what: str) -> T:
+    """Decode JSON. Raises WireError, which begins with `what`, for malformed data."""
     try:
         return _known_version(msgspec.json.decode(data, type=into), what)
     except msgspec.MsgspecError as error:
@@ -310,6 +313,7 @@ def decode(data: bytes | str, into: type[T], what: str) -> T:
 
 
 def convert(value: object, into: type[T], what: str) -> T:
+    """Convert decoded JSON. Raises WireError, which begins with `what`, for malformed data."""
     try:
         return _known_version(msgspec.convert(value, into), what)
     except msgspec.MsgspecError as error:
@@ -328,6 +332,7 @@ def _known_version(value: T, what: str) -> T:
 
 
 def failed(rollout_id: str, attempt: int, failure: Failure) -> Outcome:
+    """Build the outcome of a failed attempt."""
     return Outcome(rollout_id=rollout_id, attempt=attempt, failure=failure, stop_reason=str(failure.reason))
 
 

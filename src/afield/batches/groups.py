@@ -72,6 +72,7 @@ def _refuse_images(finished: RolloutResult) -> None:
 
 
 def record_of(finished: RolloutResult, group: Group, floor: float = 0.0) -> RolloutRecord:
+    """Build the record of a rollout, with per-turn rewards keyed by ids of trained turns."""
     outcome, baseline = finished.outcome, finished is group.baseline
     score = outcome.reward_or_floor(floor)
     if score is not None and not baseline:
@@ -93,6 +94,7 @@ def record_of(finished: RolloutResult, group: Group, floor: float = 0.0) -> Roll
 
 
 def rows_in_form(record: RolloutRecord, finished: RolloutResult, form: Form) -> list[Row]:
+    """Build the rows of a rollout, one per trajectory or one per turn."""
     turns = owned_turns(finished)
     rows = finished.trajectories
     if form == "per_turn":

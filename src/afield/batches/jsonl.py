@@ -1,5 +1,6 @@
-"""JSONL form of batches and trees: a header, a line per rollout, a line per row or node.
+"""JSONL form of batches and trees.
 
+A file has a header, one line per rollout, and one line per row or node.
 Numbers are restored bit for bit. The header counts the lines that follow, so truncated files are detected.
 Errors name line, rollout and turn.
 """
@@ -38,6 +39,7 @@ class FileHeader(Struct, frozen=True, kw_only=True):
 
 
 def write_jsonl(path: Path, batch: Batch | TreeBatch) -> None:
+    """Write a batch or a tree."""
     if isinstance(batch, TreeBatch):
         form, rows = "tree", batch.nodes
     else:

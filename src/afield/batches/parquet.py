@@ -1,4 +1,4 @@
-"""Parquet form of batches and trees: one table, a line per row or node.
+"""Parquet form of batches and trees: one line per row or node.
 
 1. Token ids, masks, log-probabilities (doubles), versions and turns have their own columns.
 2. The rollout's record is repeated on each of its lines: as JSON in `record`, and in part as columns for
@@ -38,6 +38,7 @@ SPAN = ("start", "end", "low", "high")
 
 
 def write_parquet(path: Path, batch: Batch | TreeBatch) -> None:
+    """Write a batch or a tree."""
     arrow = _pyarrow()
     import pyarrow.parquet
 

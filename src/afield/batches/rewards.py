@@ -50,6 +50,7 @@ def _weigh(finished: RolloutResult, weights: Mapping[str, float]) -> RolloutResu
 
 
 def weighted_sum(outcome: Outcome, weights: Mapping[str, float]) -> float:
+    """Weighted sum of the named rewards. Raises UsageError unless names and weights match."""
     where = f"rollout {outcome.rollout_id}"
     named = outcome.rewards.keys() | outcome.named_turn_rewards.keys()
     if missing := sorted(weights.keys() - named):

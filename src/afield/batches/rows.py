@@ -1,6 +1,6 @@
 """Training rows: one trajectory with its rollout, advantages, rewards and images.
 
-1. `Row` is what every trainer and export builds on: GRPO, the tinker-style loop, FSDP, veRL and TRL.
+1. `Row` is the input of every trainer and export: GRPO, the tinker-style loop, FSDP, veRL and TRL.
 2. `RowColumns` is its file form, the columns of JSONL, Parquet and TensorDict.
 3. `Batch` holds the rows of a set of groups and a `RolloutRecord` of every rollout, trained or not.
 
@@ -41,7 +41,7 @@ ROUNDING = 1e-3
 
 
 class OwnedTurn(TurnRange, frozen=True, kw_only=True):
-    """A turn that a row owns, with its place in the rollout's turn tree."""
+    """Turn that a row owns, with its position in the rollout's turn tree."""
 
     order: int
     """Position among the rollout's trained turns, in the order they were committed."""
@@ -343,6 +343,7 @@ def rows_of(result: RolloutResult, advantages: TurnAdvantages | None = None) -> 
 
 
 def per_turn(advantages: TurnAdvantages, rollout_id: str, trajectory: Trajectory) -> tuple[float, ...]:
+    """Advantage of each owned turn. Raises UsageError for a turn without one."""
     if isinstance(advantages, int | float):
         return (float(advantages),) * len(trajectory.turns)
     if missing := [turn.id for turn in trajectory.turns if turn.id not in advantages]:
@@ -396,6 +397,7 @@ def check_logprobs(logprobs: Iterable[float], where: str) -> None:
 
 
 def records_by_id(records: Iterable[RolloutRecord]) -> dict[str, RolloutRecord]:
+    """Records by rollout id. Raises ValueError for duplicates and for failed rollouts with a score."""
     by_id: dict[str, RolloutRecord] = {}
     for record in records:
         if record.rollout.id in by_id:
@@ -407,6 +409,7 @@ def records_by_id(records: Iterable[RolloutRecord]) -> dict[str, RolloutRecord]:
 
 
 def record_of_row(row: Row, records: Mapping[str, RolloutRecord]) -> RolloutRecord:
+    """Record of a row's rollout. Raises ValueError if it is missing, does not train or differs in group."""
     record = records.get(row.rollout_id)
     if record is None:
         raise ValueError(f"{row.where}: the batch has no record of this rollout")
@@ -463,6 +466,7 @@ def check_lineage(rows: list[Row]) -> None:
 
 
 def check_rewards(record: RolloutRecord, owned: set[str]) -> None:
+    """Check that every turn with a reward is owned by a row."""
     outcome = record.outcome
     rewarded = set(outcome.turn_rewards).union(*outcome.named_turn_rewards.values())
     if stray := sorted(rewarded - owned) if record.trains else []:
@@ -474,11 +478,12 @@ def check_rewards(record: RolloutRecord, owned: set[str]) -> None:
 
 
 def failure_kind(outcome: Outcome) -> str:
+    """Failure kind as text; empty without a failure."""
     return str(outcome.failure.kind) if outcome.failure else ""
 
 
 def describe_columns(columns: Mapping[str, Any]) -> str:
-    """Rollout and first turn of a row or node that may be malformed."""
+    """Format rollout and first turn of a possibly malformed row or node, for error messages."""
     turns = columns.get("turns") or [columns.get("turn")]
     first = turns[0] if isinstance(turns, list | tuple) else None
     turn = first.get("id") if isinstance(first, Mapping) else None

@@ -1,4 +1,4 @@
-"""TensorDict form of a batch: prompts padded on the left, responses on the right.
+"""TensorDict form of a batch: left-padded prompts and right-padded responses.
 
 1. Real numbers become float32 by default; only float64 restores them bit for bit.
 2. Response tokens that the row does not own have log-probability 0 and versions -1.

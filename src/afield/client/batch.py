@@ -30,7 +30,7 @@ class BatchItem(Struct, frozen=True, kw_only=True):
     input_id: str
     """Task id."""
     rollout: int
-    """Number of the rollout among those of its input, from 0."""
+    """Number of the rollout within its task, from 0."""
     elapsed: float
     """Seconds from submission to the end."""
     finished: RolloutResult

@@ -30,7 +30,7 @@ class RolloutRequest(Struct, frozen=True):
     index: int
     """Index of its row in the batch, from 0."""
     k: int
-    """Number of the rollout among those of its task, from 0."""
+    """Number of the rollout within its task, from 0."""
     rollout: Rollout
     """Rollout to run."""
 
@@ -108,6 +108,7 @@ def _checked(rollout_id: str | None, sampling: Sampling | None, split: Split) ->
 
 
 def digest(task: Task) -> bytes:
+    """SHA-256 of a task's input, independent of key order."""
     return hashlib.sha256(msgspec.json.encode(task.input, order="sorted")).digest()
 
 

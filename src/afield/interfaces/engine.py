@@ -113,7 +113,7 @@ class Chunk(Struct, frozen=True, kw_only=True):
     """Prompt with expanded images, on the first chunk; None if the prompt is unchanged."""
     versions: tuple[VersionSpan, ...] | None = None
     """Exact versions of all tokens of the call, on the last chunk, from an engine that learns them late;
-    replaces `low` and `high`. None if those stand.
+    they replace `low` and `high`. None keeps `low` and `high`.
     """
     queued_s: float = 0.0
     """Seconds that the call waited in the engine's queue, on the first chunk; 0 if unknown."""

@@ -41,7 +41,7 @@ class SessionSpec(SessionPolicies, frozen=True, kw_only=True, forbid_unknown_fie
     reward_from: Literal["agent", "verifier"] = "agent"
     """Key that may give the reward. With "verifier" the agent's key may only call the model and submit."""
     verdicts: int = 1
-    """Number of verdicts that may fail before the failure stands."""
+    """Number of failed verdicts after which the failure counts."""
     sampling: Sampling = Sampling()
     """Sampling parameters of every call."""
     budget: Budget = Budget()

@@ -87,6 +87,7 @@ def build_argv(
 
 
 def check_text(what: str, text: str) -> None:
+    """Raise UsageError for text with a NUL character or a lone surrogate."""
     if "\0" in text:
         raise UsageError(f"{what}: {_shortened(text)} has a NUL character, which no system takes")
     try:
@@ -97,6 +98,7 @@ def check_text(what: str, text: str) -> None:
 
 
 def check_path(path: str) -> None:
+    """Raise UsageError for an empty or invalid path."""
     if not path:
         raise UsageError("path: it is empty; name a file")
     check_text("path", path)

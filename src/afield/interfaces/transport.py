@@ -47,7 +47,7 @@ class Transport(Protocol):
         ...
 
     def address(self, exp_id: str) -> dict[str, Any]:
-        """Fields of `_rollout` that tell agents of this experiment where to deliver."""
+        """Fields of `_rollout` with the address to which agents of this experiment deliver."""
         ...
 
     async def deliver(self, invocation: Invocation, record: OutcomeRecord) -> bool:

@@ -1,7 +1,7 @@
 """Weight probe: expected log-probabilities that show whether an engine has new weights.
 
-The trainer writes `witness.json` beside exported weights: for prefixes of a fixed prompt, the log-probability
-of the likeliest next token. A digest of parts of the weight files ties the probe to them.
+The trainer writes `witness.json` into the directory of exported weights: for prefixes of a fixed prompt, the
+log-probability of the likeliest next token. A digest of parts of the weight files binds the probe to them.
 """
 
 from __future__ import annotations

@@ -273,6 +273,7 @@ class GroupRunner:
 
 
 def greedy(sampling: Sampling) -> Sampling:
+    """Return these parameters with greedy decoding."""
     return structs.replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
 
 
@@ -285,6 +286,7 @@ def baseline_drop_reason(baseline: RolloutSummary) -> str | None:
 
 
 def read_group(rollout_store: RolloutStore, completed: CompletedGroup) -> Group:
+    """Load the rollouts of a completed group."""
     spec = completed.spec
     return Group(
         id=spec.id,

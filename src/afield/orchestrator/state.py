@@ -356,7 +356,7 @@ class RunDirectory:
           checkpoints/      step-0001/: weights, optimizer and random state; the newest few are kept
           weights/          v1/: weights as engines load them
           validation/       step-0010.jsonl: rollouts of a validation; validation.jsonl has a line for each
-          ledger.sqlite     RunState: attempts, ended rollouts, groups, what each step trained
+          ledger.sqlite     RunState: attempts, ended rollouts, groups, rollouts that each step trained
           spool/            RolloutStore: finished rollouts until a step has taken them
           sessions.sqlite   sessions that run now, and where
           gateway/ outcomes/ logs/ verifiers/

@@ -189,7 +189,7 @@ class TrainingLoop:
             del batch  # frees memory before the next batch is read
 
     async def _begin(self, state: StepState) -> None:
-        """Publish the current weights, with a version above those that the gateway served before."""
+        """Publish the current weights, with a higher version than the gateway served for another run."""
         async with self._bounded("say which weights it serves"):
             served = await self._gateway.version()
         await asyncio.to_thread(self._choose_base_version, state, served)
@@ -372,6 +372,7 @@ class TrainingLoop:
 
 
 def all_results(group: Group) -> tuple[RolloutResult, ...]:
+    """Rollouts of a group, including the baseline."""
     return (*group.finished, *([group.baseline] if group.baseline else []))
 
 
@@ -407,6 +408,7 @@ def wasted_tokens(groups: Sequence[Group], dropped: dict[str, str]) -> int:
 def step_metrics(
     *, step: int, version: int, batch: StepBatch, report: StepReport, seconds: tuple[float, float]
 ) -> StepMetrics:
+    """Compute the metrics of a step; `seconds` are the times of collecting and training."""
     finished = batch.finished
     rewards = [r for f in finished if (r := f.outcome.reward_or_floor(0.0)) is not None]
     kinds = Counter(str(f.outcome.failure.kind) for f in finished if f.outcome.failure)
@@ -458,6 +460,7 @@ def mean_metrics(finished: Sequence[RolloutResult]) -> dict[str, float]:
 
 
 def most_common_failure(finished: Sequence[RolloutResult]) -> str:
+    """Kind, reason and message of the most common failure."""
     failures = [f.outcome.failure for f in finished if f.outcome.failure]
     message = Counter(f"{f.kind}/{f.reason}: {f.message}" for f in failures)
     return message.most_common(1)[0][0] if message else "no failure at all"

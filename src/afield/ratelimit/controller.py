@@ -166,7 +166,7 @@ class RateController(Struct):
             self.free = max(self.free, now + 1 / rate - LATE_S)
 
     def _window(self, now: float, given: float | None) -> float:
-        """Earliest time at which the second before has room for one more call."""
+        """Earliest time at which one more call keeps the configured rate in the second before it."""
         if given is None:
             return -math.inf
         calls = max(1, math.floor(given))

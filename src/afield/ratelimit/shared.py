@@ -107,7 +107,7 @@ class SharedLimiter:
         self._refusals.append((self._stopping if stop else self._launching, self._clock(), retry_after_s))
         self._write_soon()
 
-    # --- turns and places ------------------------------------------------------------------------
+    # --- waiting ---------------------------------------------------------------------------------
 
     async def _turn(self, beat: Beat) -> None:
         due = await self._written(lambda db: self._reserve(db, beat))
@@ -152,7 +152,7 @@ class SharedLimiter:
             await asyncio.sleep(BUSY_S if self._returned or self._refusals else RENEW_S)
             await self._written(self._renew)
 
-    # --- what is done in one transaction -----------------------------------------------------------
+    # --- within a transaction ----------------------------------------------------------------------
 
     def _reserve(self, db: sqlite3.Connection, beat: Beat) -> float:
         rhythm = self._rhythm(db, beat)

@@ -2,9 +2,9 @@
 
 1. The first commit of an attempt decides it: the agent's outcome, or the collector's fence.
 2. An agent built with `agentcore-rl-toolkit` writes one result object and no commit; `decision` commits it.
-   The object is the return value of the agent's function with `status_code`, `stop_reason` and an echo of the
-   payload. Of a list of rewards the last one counts, as in the toolkit; several named rewards need a `reward`
-   beside them. The session's key in the echo is not kept.
+   The object is the return value of the agent's function with `status_code`, `stop_reason` and a copy of the
+   payload, from which the session's key is removed. The last of a list of rewards counts, as in the toolkit;
+   several named rewards need a `reward` too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SQS notifier: one existing queue, or one queue per experiment, created if missing.
+"""SQS notifier: one existing queue, or a created queue per experiment.
 
 1. Dead letters go to `dead_url`, or to the target of the queue's redrive policy; queues created here have
    one. Without either, a dead letter is logged and hidden for an hour.
