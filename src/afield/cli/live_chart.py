@@ -1,4 +1,4 @@
-"""Progress of a training run: live chart on a terminal, else log lines."""
+"""Progress display of a training run: live chart or log lines."""
 
 from __future__ import annotations
 

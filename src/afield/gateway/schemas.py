@@ -66,7 +66,8 @@ _IPV4 = rf"^{_BYTE}(\.{_BYTE}){{3}}$"
 # Characters that JSON strings contain unescaped, without surrogates.
 _CHARACTER = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
 _UNREAD = re.compile(r"\(\?(?!:)|\\[bBkpPux1-9]")
-_ESCAPED = re.compile(r'"|\\\\')  # characters that JSON escapes
+_ESCAPED = re.compile(r'"|\\\\')
+"""Characters that JSON escapes."""
 MAX_COUNTED_PROPERTIES = 64
 """Maximum of properties of an object with minProperties or maxProperties."""
 _MAY_BE_NULL = ("const", "enum", "default")

@@ -1,7 +1,7 @@
 """Diagnostics of a training step: sampler-trainer differences, ratios, clipping, KL.
 
-1. Before any weight changes, refuses a policy whose log-probabilities are not finite or, with a bound,
-   further from the sampler's than that.
+1. Before any weight changes, refuses a policy whose log-probabilities are not finite or differ from the
+   sampler's by more than an optional bound.
 2. Collects per-token and per-update numbers and summarises them as metrics.
 """
 

@@ -6,7 +6,7 @@ One `step`:
 3. scores the rows once if there are several updates, for the proximal policy;
 4. per minibatch: loss (`losses.LOSSES`), backward, gradient clip, AdamW step (`_update`).
 
-A rollout weighs 1, however many rows, turns or tokens it has. Every turn is rescored at its sampling
+Each rollout has weight 1, for any number of rows, turns and tokens. Every turn is rescored at its sampling
 temperature. Invalid data is refused with rollout and turn before any weight changes.
 """
 

@@ -2,8 +2,8 @@
 
 All weights train, or LoRA adapters do while the rest stays frozen. Trained weights are float32; with dtype
 bfloat16 the arithmetic is bfloat16 (`autocast`). The reference policy of a KL penalty is the model without
-its adapters, or a second copy. Dropout is off, since log-probabilities have to match the
-sampler's; a model that is not deterministic is refused.
+its adapters, or a second copy. Dropout is off, since log-probabilities have to match the sampler's; a model
+that is not deterministic is refused.
 """
 
 from __future__ import annotations

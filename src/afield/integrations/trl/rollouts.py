@@ -1,4 +1,4 @@
-"""Rollouts for TRL's asynchronous GRPO trainer, from agents that run elsewhere unchanged.
+"""Rollouts for TRL's asynchronous GRPO trainer (`AsyncGRPOTrainer`).
 
     rollouts = Rollouts(args, agent="agent.py:agent", model="path/to/model", tasks=rows)
     AsyncGRPOTrainer(model="path/to/model", args=args, **rollouts.trainer_kwargs).train()

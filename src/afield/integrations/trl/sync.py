@@ -1,10 +1,10 @@
-"""TRL's synchronous `GRPOTrainer` through its `rollout_func`, with limits.
+"""Rollouts for TRL's synchronous `GRPOTrainer`, through its `rollout_func`.
 
-1. It takes one row per prompt: a rollout with branches is refused, or reduced to its main branch on request.
-2. It ignores the sampler's log-probabilities unless its vLLM importance correction is on, so rollouts have to
-   be on policy: weights are published before each collection, and tokens of other weights are refused.
-3. It needs a row for every prompt: a rollout without a reward is a row without trained tokens, outside of the
-   baseline.
+1. TRL takes one row per prompt: a rollout with branches is refused, or reduced to its main branch on request.
+2. TRL ignores the sampler's log-probabilities unless its vLLM importance correction is on, so rollouts have
+   to be on policy: weights are published before each collection, and tokens of other weights are refused.
+3. TRL needs a row for every prompt: a rollout without a reward is a row without trained tokens, outside of
+   the baseline.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""TRL's `WeightTransferProtocol`: publishes the trainer's weights to the gateway's engines.
+"""Weight transfer for TRL (`WeightTransferProtocol`): publishes weights to the gateway.
 
 Weights are written as a model directory, renamed into place, and published under the next version; embedded
-engine, vLLM and SGLang load them from there. Nothing is paused: the gateway keeps calls in flight and
-stamps each token with the version that sampled it. Tensors that the trainer does not send because they are
+engine, vLLM and SGLang load them from there. Calls in flight continue, and the gateway records
+the version that sampled each token. Tensors that the trainer does not send because they are
 frozen come from the model's own directory.
 """
 

@@ -1,6 +1,6 @@
 """veRL integration: `agent_loop_manager_class=afield.integrations.verl.Manager`.
 
-Importing it needs neither veRL nor torch, which `Manager` and `AgentLoop` import when they are used.
+`Manager` and `AgentLoop` import veRL and torch on first use; importing this package needs neither.
 """
 
 from __future__ import annotations

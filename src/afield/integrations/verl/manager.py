@@ -4,7 +4,7 @@
 
 `generate_sequences` returns at once; one client runs all agents. A group is written when all its rollouts
 have ended: its rows, then the status `finished`; or, with too few rewards, no rows and `failure`. An error
-while collecting ends training: veRL finds the reason in place of a status.
+while collecting is written as a status, which ends training.
 """
 
 from __future__ import annotations
