@@ -2,8 +2,7 @@
 
 A sampled turn is excluded only for a reason that is registered here, on one of three grounds:
 
-1. fingerprint: the request is an exact, known side request of a harness (`FINGERPRINTS`), such as a session
-   title;
+1. fingerprint: the request is an exact, known side request of a harness (`FINGERPRINTS`), such as a title;
 2. session: a session setting, or the request header `x-afield-side-call: 1`;
 3. record: a recorded fact, such as a call that was cut off.
 

@@ -141,7 +141,7 @@ class Rollout(Struct, frozen=True, kw_only=True):
     exp_id: str
     """Experiment id, the prefix of stored outcomes."""
     group_id: str
-    """Id of the rollouts of the same task that are compared with each other."""
+    """Id of the group: rollouts of the same task whose rewards are compared."""
     task: Task
     """Input of the agent and its verifier."""
     split: Split = Split.TRAIN
@@ -156,12 +156,12 @@ class Rollout(Struct, frozen=True, kw_only=True):
 
 
 class Attempt(Struct, frozen=True):
-    """One try of a rollout. Its session id is `ROLLOUT_ID.N`."""
+    """One attempt of a rollout. Its session id is `ROLLOUT_ID.N`."""
 
     rollout_id: str
-    """Id of the rollout that is tried."""
+    """Rollout id."""
     n: int
-    """Number of the try, from 1."""
+    """Number of the attempt, from 1."""
 
     def __post_init__(self) -> None:
         if self.n < 1:
@@ -217,7 +217,7 @@ class Reason(StrEnum):
 
 
 class Failure(Struct, frozen=True):
-    """Cause of an attempt without a verified reward."""
+    """Failure of an attempt."""
 
     kind: FailureKind
     """Component that caused the failure; decides whether the rollout is retried."""
@@ -233,7 +233,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     """Result of an attempt: a reward, or a failure. A policy failure may have both."""
 
     rollout_id: str
-    """Id of the rollout that was tried."""
+    """Rollout id."""
     attempt: int
     """Number of the attempt, from 1."""
     reward: float | None = None
@@ -273,7 +273,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
         return f"{self.rollout_id}.{self.attempt}"
 
     def reward_or_floor(self, floor: float) -> float | None:
-        """Return the reward to train with: `floor` for a policy failure without one, else None."""
+        """Return the reward, `floor` for a policy failure without one, or None for other failures."""
         if self.reward is not None:
             return self.reward
         return floor if self.failure and self.failure.kind is FailureKind.POLICY else None
@@ -596,7 +596,7 @@ class RolloutResult(Struct, frozen=True, kw_only=True):
     turns: tuple[Turn, ...] = ()
     """All model calls, for reading."""
     attempts: int = 1
-    """Number of attempts, with the one that counts."""
+    """Number of attempts, including the one that counts."""
     images: tuple[Image, ...] = ()
     """Images of the trajectories, each once."""
 

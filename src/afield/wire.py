@@ -66,9 +66,7 @@ class Invocation(Struct, frozen=True, kw_only=True):
     sampling: Sampling | None = None
     """Sampling parameters that the gateway applies; None if the collector sent none."""
     seed: int | None = None
-    """Seed for the agent's own random numbers; retries after infrastructure failures repeat it. None if not
-    given.
-    """
+    """Seed for the agent's own random numbers; retries after infrastructure failures repeat it."""
     outcome_url: str | None = None
     """http:, https: or file: URL that takes the outcome; None with `s3_bucket`."""
     s3_bucket: str | None = None

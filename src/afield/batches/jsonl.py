@@ -1,8 +1,7 @@
 """JSONL form of batches and trees.
 
-A file has a header, one line per rollout, and one line per row or node.
-Numbers are restored bit for bit. The header counts the lines that follow, so truncated files are detected.
-Errors name line, rollout and turn.
+A file has a header, one line per rollout, and one line per row or node. Numbers are restored bit for bit. The
+header counts the lines that follow, so truncated files are detected. Errors name line, rollout and turn.
 """
 
 from __future__ import annotations

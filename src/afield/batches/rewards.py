@@ -74,8 +74,8 @@ def turn_returns(
     """Discounted return of each trained turn, by rollout id and turn id.
 
     Turns are ordered by commit, across branches. `outcome` "last" adds the rollout's own reward (or the
-    floor) to its last trained turn; "leave" ignores it. Rollouts without a reward have no returns; baselines
-    have returns.
+    floor) to its last trained turn; "leave" ignores it. Baselines have returns; rollouts without a reward
+    have none.
     """
     if not 0 <= discount <= 1:
         raise UsageError(f"discount {discount} must be from 0 to 1")

@@ -71,9 +71,9 @@ class Row(Struct, frozen=True, kw_only=True):
     index: int = 0
     """Position among the rows of its rollout."""
     advantages: tuple[float, ...] = ()
-    """One per owned turn; empty where the trainer estimates advantages itself, as veRL does."""
+    """Advantage of each owned turn; empty if the trainer estimates advantages itself, as veRL does."""
     token_rewards: tuple[tuple[int, float], ...] = ()
-    """Position in the response and reward there, for trainers that estimate advantages from rewards."""
+    """Pairs of response position and reward, for trainers that estimate advantages from rewards."""
     images: tuple[Image, ...] = ()
     """Images of the trajectory's image spans, in their order."""
     excluded: str = ""
@@ -96,7 +96,7 @@ class Row(Struct, frozen=True, kw_only=True):
 
     @property
     def turns(self) -> tuple[OwnedTurn, ...]:
-        """The owned turns of a row that `from_groups` or a file made."""
+        """Owned turns of a row from `from_groups` or from a file."""
         return cast("tuple[OwnedTurn, ...]", self.trajectory.turns)
 
     @property
@@ -130,7 +130,7 @@ class Row(Struct, frozen=True, kw_only=True):
 
     @property
     def response_logprobs(self) -> tuple[float, ...]:
-        """0.0 where the mask is 0."""
+        """Log-probabilities of the response; 0.0 where the mask is 0."""
         return self.trajectory.logprobs[self.prompt_length :]
 
     @property
@@ -163,7 +163,7 @@ class Row(Struct, frozen=True, kw_only=True):
 
 
 class RowColumns(Struct, frozen=True, kw_only=True):
-    """A row as files and tensors store it: prompt and response apart, with its rollout's score.
+    """Row as files and tensors store it: prompt and response separate, with the rollout's score.
 
     Offsets of turns and versions count from the first response token.
     """

@@ -1,7 +1,6 @@
 """Tree form of a batch: one node per trained turn, sharing prefixes.
 
-1. The sequence of a node is its parent's sequence, its `context_ids` and its `token_ids`. Parents come before
-   their children.
+1. The sequence of a node is its parent's sequence, its `context_ids` and its `token_ids`. Parents come first.
 2. With `share`, common prefixes of a group's prompts become nodes that no rollout owns.
 3. `TreeBatch.to_rows` restores the linear batch exactly.
 """
@@ -32,7 +31,7 @@ ROOT = -1
 
 
 class Node(Struct, frozen=True, kw_only=True):
-    """A trained turn, or a prompt prefix that rollouts of a group share."""
+    """Trained turn, or prompt prefix that rollouts of a group share."""
 
     group_id: str
     """Group id."""

@@ -32,9 +32,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     images: bool = False
     """Whether prompts may have images."""
     logprobs: LogprobMode = "processed"
-    """Distribution of reported log-probabilities. Calls that are sampled from another distribution are
-    refused.
-    """
+    """Distribution of reported log-probabilities; calls sampled from another one are refused."""
     exact_versions: bool = True
     """Whether the engine reports the exact policy version of each token; else an interval."""
     dtype: str = ""
@@ -67,9 +65,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     stream: bool = False
     """Whether chunks are wanted as they are sampled; else one chunk at the end is enough."""
     base_ids: tuple[int, ...] = ()
-    """Prompt of an earlier call of the session that `prompt_ids` begins with, as the same object; empty if
-    there is none.
-    """
+    """Earlier prompt of the session that `prompt_ids` begins with, as the same object; may be empty."""
     images: tuple[Image, ...] = ()
     """Images of the prompt, in the order of their placeholders."""
     image_places: tuple[int, ...] = ()
@@ -89,9 +85,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     top_logprobs: int = 0
     """Number of most likely tokens to report at each sampled position; 0 is none."""
     prompt_logprobs: int | None = None
-    """Number of most likely tokens to report at each prompt position; None reports no prompt log-
-    probabilities.
-    """
+    """Number of most likely tokens to report at each prompt position; None reports nothing."""
 
 
 class Chunk(Struct, frozen=True, kw_only=True):

@@ -14,12 +14,12 @@ from afield.types import Attempt, Failure
 
 
 class Exit(Struct, frozen=True):
-    """The end of an attempt's process, container or job."""
+    """End of an attempt's process, container or job."""
 
     failure: Failure | None = None
-    """Set if the process, container or job broke; None if it ended by itself."""
+    """Failure of the process, container or job; None if it ended by itself."""
     log: str = ""
-    """The last part of its output."""
+    """Last part of its output."""
     lingers: bool = False
     """Whether resources remain, and cost something, until `stop`."""
 
@@ -49,7 +49,7 @@ class Capabilities(Struct, frozen=True, kw_only=True):
 
 
 class Phase(StrEnum):
-    """Stage of a session's life in its runtime."""
+    """Lifecycle phase of a session in its runtime."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -64,7 +64,7 @@ class SessionStatus(Struct, frozen=True, kw_only=True):
     session_id: str
     """Session id of the attempt."""
     phase: Phase
-    """Stage of the session's life."""
+    """Lifecycle phase."""
     where: str = ""
     """Process id, container, job or address, for an operator."""
     since: float | None = None

@@ -17,8 +17,7 @@ DEFAULT_RETRIES = {FailureKind.TASK: 1, FailureKind.VERIFIER: 1, FailureKind.INF
 class RolloutConfig(SessionPolicies, frozen=True, kw_only=True):
     """Settings of rollout collection.
 
-    `extra` and `straggler_s` cancel slow rollouts, which biases training towards short ones; both are off by
-    default.
+    `extra` and `straggler_s` cancel slow rollouts, which favors short ones; both are off by default.
     """
 
     exp_id: str
@@ -58,7 +57,7 @@ class RolloutConfig(SessionPolicies, frozen=True, kw_only=True):
     rewards: tuple[str, ...] = ()
     """Names of the rewards that an outcome must have, and no others; empty accepts any."""
     max_reward: float = 1e6
-    """Largest absolute reward; one above it is a verifier failure."""
+    """Largest absolute reward; a larger one is a verifier failure."""
     poll_interval_s: float = 5.0
     """Seconds between two sweeps of the outcome store."""
     watch_interval_s: float = 1.0

@@ -58,15 +58,11 @@ class LoopConfig(Struct, frozen=True, kw_only=True):
     keep_rollouts_gb: float | None = None
     """Size of rollouts/ in 10^9 bytes above which files of the oldest steps are removed; None keeps all."""
     frozen: bool = False
-    """Whether engines keep the initial weights: steps export no weights and the policy version stays the
-    same.
-    """
+    """Whether engines keep the initial weights: steps export none, and the version stays."""
     engine_dtype: str = "float32"
     """Dtype of the engines, to which published weights are rounded."""
     publish_timeout_s: float = 1800.0
-    """Seconds to wait for the gateway to load weights or report its version; then the run ends and can be
-    resumed.
-    """
+    """Seconds to wait for the gateway to load weights or report its version; then the run ends."""
 
 
 class StepMetrics(Struct, frozen=True, kw_only=True):
