@@ -41,7 +41,7 @@ class Transport(Protocol):
 
     @property
     def held_s(self) -> float:
-        """Seconds for which hints leased by a dead collector stay invisible; 0 if `acknowledge` clears them."""
+        """Seconds for which hints leased by a dead collector stay hidden; 0 if `acknowledge` removes them."""
         ...
 
     def address(self, exp_id: str) -> dict[str, Any]:
