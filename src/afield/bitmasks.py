@@ -1,4 +1,4 @@
-"""Token bitmasks, 32 tokens per word, applied to logits. Needs torch only."""
+"""Token bitmasks, 32 tokens per word, applied to logits; needs only torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def allowed(words: Tensor, vocabulary: int) -> Tensor:
-    """Masks of words [..., words] as one boolean for each token [..., vocabulary]."""
+    """Unpack masks `[..., words]` to booleans `[..., vocabulary]`."""
     bits = torch.arange(32, dtype=torch.int32, device=words.device)
     return ((words[..., None] >> bits) & 1).bool().flatten(-2)[..., :vocabulary]
 
 
 def restrict(logits: Tensor, words: Tensor) -> Tensor:
-    """Logits [rows, vocabulary] with minus infinity for what masks [rows, words] do not allow."""
+    """Set logits `[rows, vocabulary]` to minus infinity where masks `[rows, words]` forbid the token."""
     return logits.masked_fill(~allowed(words, logits.shape[-1]), float("-inf"))

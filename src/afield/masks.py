@@ -1,7 +1,7 @@
 """Token masks of constraints (structured outputs), compiled by xgrammar.
 
-The torch engine samples and the trainer rescores under the same masks. vLLM and SGLang get the same grammar
-and compile it with the same library. A mask is a row of 32-bit words, one bit per token.
+The torch engine samples, and the trainer computes log-probabilities, under the same masks. vLLM and SGLang
+compile the same grammar with the same library. A mask is a row of 32-bit words, one bit per token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from afield.types import Constraint
 if TYPE_CHECKING:
     import xgrammar
 
-CACHE_BYTES = 512 << 20  # of compiled grammars
+CACHE_BYTES = 512 << 20  # size of the cache of compiled grammars
 INSTALL = "pip install 'afield[structured]'"
 
 
@@ -44,27 +44,27 @@ class ConstraintMatcher:
         return words[0]
 
     def accept(self, token: int) -> bool:
-        """Whether the token was allowed."""
+        """Advance by a token; False if the constraint does not allow it."""
         return not self._matcher.is_terminated() and self._matcher.accept_token(token)
 
 
 class ConstraintMasks:
-    """Constraints compiled for one model. Safe to use from several threads; compiled grammars are kept.
+    """Compiler of constraints for one model, with a cache. Thread-safe.
 
-    The library and the tokenizer are loaded when the first constraint comes.
+    Loads xgrammar and the tokenizer with the first constraint.
     """
 
     def __init__(self, model: str | Path, vocabulary: int) -> None:
-        """`vocabulary` is how many logits the model gives."""
+        """Create a compiler for a model directory; `vocabulary` is the number of logits of the model."""
         self.path, self.vocabulary = Path(model), vocabulary
         self._words = -(-vocabulary // 32)
         self._lock = threading.Lock()
         self._compiler: xgrammar.GrammarCompiler | None = None
-        self._kept: dict[str, xgrammar.CompiledGrammar] = {}  # the one used last comes last
+        self._kept: dict[str, xgrammar.CompiledGrammar] = {}  # least recently used first
 
     @cached_property
     def missing(self) -> str:
-        """What is missing to compile constraints, and the remedy; empty if nothing is."""
+        """Missing requirement and its remedy; empty if constraints can be compiled."""
         if find_spec("xgrammar") is None:
             return f"constraints need xgrammar; {INSTALL}"
         if not any((self.path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
@@ -89,7 +89,7 @@ class ConstraintMasks:
             raise UsageError(f"{self.path} has no tokenizer that transformers loads: {error}") from error
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=self.vocabulary)
         threads = min(4, os.cpu_count() or 1)
-        # Its own cache takes grammars for the same that differ in nothing but the ids of tokens (0.2.8).
+        # xgrammar's own cache confuses grammars that differ only in token ids (0.2.8).
         return xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
 
     def _compiled(self, grammar: str) -> xgrammar.CompiledGrammar:
@@ -113,7 +113,7 @@ class ConstraintMasks:
         return sum(compiled.memory_size_bytes for compiled in self._kept.values())
 
     def walk(self, constraint: Constraint) -> ConstraintMatcher:
-        """From the beginning of a reply. ValueError for a grammar that cannot be compiled."""
+        """Matcher at the beginning of a reply; raises ValueError if the grammar does not compile."""
         compiled = self._compiled(constraint.grammar)
         import xgrammar
 
@@ -121,7 +121,7 @@ class ConstraintMasks:
         return ConstraintMatcher(xgrammar.GrammarMatcher(compiled, override_stop_tokens=stops), self._words)
 
     def along(self, constraint: Constraint, ids: Sequence[int]) -> Tensor:
-        """The masks [ids, words] under which these ids were drawn. ValueError for ids that they forbid."""
+        """Masks `[ids, words]` under which a reply was sampled; raises ValueError for a forbidden id."""
         walker = self.walk(constraint)
         masks: list[Tensor] = []
         for place, token in enumerate(ids):

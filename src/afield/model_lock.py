@@ -1,6 +1,6 @@
-"""Lock for loading transformers models, taken by engines and trainers.
+"""Lock for loading transformers models, shared by engines and trainers.
 
-transformers patches itself while it loads; two at a time would leave weights untied for good.
+transformers patches itself while it loads a model; concurrent loads can leave tied weights untied.
 """
 
 from __future__ import annotations

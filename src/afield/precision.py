@@ -1,4 +1,4 @@
-"""Float32 forward passes of models whose weights are held in 16 bits."""
+"""Float32 forward passes of models with 16-bit weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 @contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """Each layer's weights are float32 while it computes, so that no second model is needed."""
+    """Convert each layer's weights to float32 only while it computes, to save a second copy of the model."""
     with ExitStack() as hooks:
         for module in model.modules():
             own = {n: p for n, p in _own(module).items() if p is not None and _is_narrow(p)}
@@ -37,5 +37,5 @@ def _is_narrow(parameter: nn.Parameter) -> bool:
 
 
 def _own(module: nn.Module) -> dict[str, Any]:
-    """The parameters that are the module's own, as it looks them up."""
+    """Parameters of the module itself, without submodules, as `getattr` looks them up."""
     return module._parameters  # pyright: ignore[reportPrivateUsage]

@@ -1,13 +1,13 @@
 """Stochastic rounding of float32 weights to the dtype in which an engine serves them.
 
 An update of a few 1e-6 is far below the spacing of bfloat16, so rounding to the nearest value drops it.
-Stochastic rounding adds random bits below the kept mantissa and truncates: each weight goes up or down with
-the probability that keeps its expectation, so the update arrives in the sum over all weights.
+Stochastic rounding adds random bits below the kept mantissa and truncates: each weight is rounded up or down
+with the probability that preserves its expectation, so the update is preserved in the sum over all weights.
 
 1. The random bits are a function of (run seed, version, tensor name, index of the element): a restart, a
    second engine, a shard and a resumed run get the same bits, on a CPU and on CUDA.
-2. A value that the dtype can hold stays as it is; so do infinities and NaN. A finite value stays finite.
-3. A value that equals its start is rounded to nearest, as every loader does with the checkpoint itself.
+2. Values that the dtype can represent, infinities and NaN do not change. A finite value stays finite.
+3. A weight that training did not change is rounded to nearest, as loaders round the checkpoint itself.
 """
 
 from __future__ import annotations
@@ -26,52 +26,54 @@ from afield.errors import UsageError
 
 FILE = "rounding.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-CHUNK = 1 << 22  # elements at a time, which bounds the memory for random bits
-DROPPED = {torch.bfloat16: 16, torch.float16: 13}  # of float32's 23 bits of mantissa
-GAMMA, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-SUBNORMAL = 2.0**-14  # below it, float16 has a fixed spacing
-SPACING = 2.0**-24
+CHUNK = 1 << 22  # elements per step; bounds the memory for random bits
+DROPPED = {torch.bfloat16: 16, torch.float16: 13}  # dropped bits of float32's 23-bit mantissa
+GAMMA, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # SplitMix64
+SUBNORMAL = 2.0**-14  # smallest normal float16
+SPACING = 2.0**-24  # spacing of subnormal float16
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class Rounding(Struct, frozen=True, kw_only=True):
-    """How a version's weights become the dtype of the engine; `rounding.json` beside published adapters."""
+    """Rounding of a version's weights, written as `rounding.json` next to published adapters."""
 
     dtype: Dtype = "float32"
-    """Dtype of the published weights; float32 rounds nothing."""
+    """Dtype of the published weights; float32, the default, rounds nothing."""
     seed: int = 0
     """Seed of the run."""
     version: int = 0
-    """Version of the policy that is published."""
+    """Policy version of the published weights."""
     nearest: bool = False
-    """Round to the nearest value instead, which loses small updates; for comparison."""
+    """Whether to round to nearest, which loses small updates; for comparison."""
 
     @property
     def lossy(self) -> bool:
+        """Whether the dtype has less precision than float32."""
         return self.dtype != "float32"
 
 
 def torch_dtype(name: str) -> torch.dtype:
+    """Torch dtype by name; raises UsageError for an unknown name."""
     if name not in DTYPES:
         raise UsageError(f"unknown dtype {name!r}; choose one of: {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
 def make_rounding(dtype: str, seed: int, version: int, *, nearest: bool = False) -> Rounding:
-    """A name that is no dtype is refused."""
+    """Create a `Rounding`; raises UsageError for an unknown dtype."""
     torch_dtype(dtype)
     return msgspec.convert({"dtype": dtype, "seed": seed, "version": version, "nearest": nearest}, Rounding)
 
 
 def write_rounding(directory: Path, rounding: Rounding) -> None:
-    """Beside weights that were rounded; others say nothing."""
+    """Write `rounding.json`; nothing for float32."""
     if rounding.lossy:
         (directory / FILE).write_bytes(msgspec.json.encode(rounding))
 
 
 def read_rounding(directory: Path) -> Rounding | None:
-    """None where the directory does not say how it was rounded."""
+    """Read `rounding.json`; None if the directory has none."""
     try:
         data = (directory / FILE).read_bytes()
     except FileNotFoundError:
@@ -86,7 +88,7 @@ def read_rounding(directory: Path) -> Rounding | None:
 
 
 def stream_key(seed: int, version: int, name: str) -> int:
-    """64 bits that name the stream of random bits of one tensor of one version."""
+    """64-bit key of the random stream of one tensor and version."""
     return int.from_bytes(blake2b(f"{seed}/{version}/{name}".encode(), digest_size=8).digest())
 
 
@@ -109,7 +111,7 @@ def _signed(value: int) -> int:
 
 
 def _mix(x: Tensor, shift: int) -> Tensor:
-    """x ^= x >> shift, without the sign coming in from the left."""
+    """x ^= x >> shift, with a logical shift, in place."""
     return x.bitwise_xor_((x >> shift).bitwise_and_((1 << (64 - shift)) - 1))
 
 
@@ -119,10 +121,14 @@ def _mix(x: Tensor, shift: int) -> Tensor:
 def rounded(
     tensor: Tensor, name: str, rounding: Rounding, *, start: Tensor | None = None, first: int = 0
 ) -> Tensor:
-    """`tensor` in the dtype of `rounding`, on its device.
+    """Round a tensor to the dtype of `rounding`, on its device.
 
-    `name` is the tensor's in the checkpoint; `first` the index of its first element in the whole tensor,
-    where this is a shard of consecutive elements. `start` are the same elements before training.
+    Args:
+        tensor: float32 weights; integer tensors are returned unchanged.
+        name: name of the tensor in the checkpoint.
+        rounding: dtype, seed and version.
+        start: the same elements before training; None rounds every element stochastically.
+        first: index of the first element in the whole tensor, for a shard of consecutive elements.
     """
     dtype = torch_dtype(rounding.dtype)
     if not tensor.is_floating_point():
@@ -147,7 +153,7 @@ def _stochastic(part: Tensor, key: int, first: int, dtype: torch.dtype) -> Tenso
     dropped = DROPPED[dtype]
     bits = random_bits(key, first, len(part), max(dropped, 24 if dtype == torch.float16 else 0), part.device)
     largest = torch.finfo(dtype).max
-    # Adding below the kept bits carries into them with the right probability, whatever the sign.
+    # Adding random bits below the kept ones carries with the right probability, for either sign.
     low = (bits >> (24 - dropped)) if dtype == torch.float16 else bits
     kept = part.view(torch.int32).add(low.to(torch.int32)).bitwise_and_(-(1 << dropped)).view(torch.float32)
     if dtype == torch.float16:
@@ -158,37 +164,37 @@ def _stochastic(part: Tensor, key: int, first: int, dtype: torch.dtype) -> Tenso
 
 
 def _small(part: Tensor, bits: Tensor) -> Tensor:
-    """Of float16's subnormal range, where the spacing no longer follows the exponent."""
+    """Stochastic rounding in the subnormal range of float16, where the spacing is constant."""
     scaled = part.abs() / SPACING
     whole = scaled.floor()
     up = bits.to(torch.float32) < (scaled - whole) * 2.0**24
     return torch.copysign((whole + up) * SPACING, part)
 
 
-# --- what arrived ---------------------------------------------------------------------------------
+# --- update statistics ----------------------------------------------------------------------------
 
 
 class PublishedUpdate(NamedTuple):
-    """Sums over weights, which add up over tensors and shards.
-
-    `update` is |u|^2 of the update u = masters - start; `along` is (published - start) . u; `noise` is
-    |published - masters|^2.
-    """
+    """Statistics of a published update u = master - start; additive over tensors and shards."""
 
     update: float = 0.0
+    """Squared norm of u."""
     along: float = 0.0
+    """Dot product of published - start with u."""
     noise: float = 0.0
+    """Squared norm of published - master."""
 
     def plus(self, other: PublishedUpdate) -> PublishedUpdate:
+        """Sum of both statistics."""
         return PublishedUpdate(self.update + other.update, self.along + other.along, self.noise + other.noise)
 
     @property
     def kept(self) -> float | None:
-        """Share of the update along its own direction that was published; None before any update."""
+        """Share of the update that was published, along its own direction; None without an update."""
         return self.along / self.update if self.update else None
 
     def metrics(self) -> dict[str, float]:
-        """`update_kept`, `update_norm` and `rounding_noise_norm`; without the first before any update."""
+        """Metrics `update_kept` (omitted without an update), `update_norm` and `rounding_noise_norm`."""
         kept = {} if self.kept is None else {"update_kept": self.kept}
         return {
             **kept,
@@ -198,7 +204,7 @@ class PublishedUpdate(NamedTuple):
 
 
 def measure_update(master: Tensor, published: Tensor, start: Tensor) -> PublishedUpdate:
-    """What became of the update of one tensor, or of one shard of it."""
+    """Statistics of one tensor or shard: float32 master, published weights, weights before training."""
     total = torch.zeros(3, dtype=torch.float64, device=master.device)
     flat = [tensor.detach().reshape(-1) for tensor in (master, published, start)]
     for low in range(0, len(flat[0]), CHUNK):

@@ -1,13 +1,13 @@
 """Vision-language models: images to pixel values, placeholder tokens, positions and features.
 
-1. `Vision.load` reads a model directory; None for a model without a vision part.
-2. `Vision.pixels` decodes an image and gives the pixel values and how many placeholders stand for it.
-3. `Vision.positions` gives the three positions of each token of models that have them (M-RoPE).
-4. `Vision.features` runs the vision tower, `Vision.hidden` the language model with features in the place of
+1. `Vision.load` reads a model directory; None for a model without a vision tower.
+2. `Vision.pixels` decodes an image to pixel values and the number of its placeholder tokens.
+3. `Vision.positions` computes the three positions of each token for models with M-RoPE.
+4. `Vision.features` runs the vision tower, `Vision.hidden` the language model with features instead of
    placeholders.
 
-Engines and trainers use the same functions, so that a token sees the same image wherever it is scored.
-Needs Pillow, torch and transformers.
+Engines and trainers use the same functions, so that sampling and training see the same image. Needs Pillow,
+torch and transformers.
 """
 
 from __future__ import annotations
@@ -25,31 +25,37 @@ if TYPE_CHECKING:
     import numpy as np
 
 GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Kinds of models with three positions for each token (M-RoPE) and images of any size."""
+"""Model types with three positions per token (M-RoPE) and images of any size."""
 INPUTS = ("pixel_values", "image_grid_thw")
 FAMILIES = (*GRIDS, "llava")
-"""Kinds of models that are known here (`model_type` in config.json)."""
+"""Supported model types (`model_type` in config.json)."""
 
 
 class PixelInputs(NamedTuple):
-    """An image as a model takes it: its processor's tensors, as arrays, and how many tokens stand for it."""
+    """Image as preprocessed by the model's image processor."""
 
     digest: str
+    """Digest of the image, see `Image.digest`."""
     inputs: dict[str, np.ndarray]
+    """Outputs of the image processor by name; see `INPUTS`."""
     tokens: int
+    """Number of placeholder tokens."""
     grid: tuple[int, int, int] | None
-    """Patches in time, height and width; None of models whose images are all of one size."""
+    """Patches in time, height and width; None for models with images of one size."""
 
 
 class ImageFeatures(NamedTuple):
-    """What the vision tower makes of an image: a row for each placeholder; and for the first layers of some
-    language models, rows to add to their output."""
+    """Output of the vision tower for one image."""
 
     rows: Any
+    """Embedding of each placeholder, `[tokens, hidden]`."""
     deep: tuple[Any, ...] = ()
+    """Features to add to the outputs of the first language-model layers (DeepStack); empty without."""
 
 
 class Vision:
+    """Vision tower and image processor of a model directory."""
+
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
         self.path = path
         self.kind = str(config["model_type"])
@@ -65,7 +71,7 @@ class Vision:
 
     @classmethod
     def load(cls, path: str | Path) -> Vision | None:
-        """None for a model without a vision part; one of a kind that is not known here is refused."""
+        """Read a model directory; None without a vision tower, UsageError for an unsupported model type."""
         path = Path(path)
         config = read_config(path)
         if "vision_config" not in config:
@@ -78,7 +84,7 @@ class Vision:
         return cls(path, config)
 
     def _images(self) -> Any:
-        """The model's own image processor."""
+        """Image processor of the model, loaded on first use."""
         if self._processor is None:
             try:
                 self._processor = _image_processor(self.path)
@@ -90,7 +96,7 @@ class Vision:
         return self._processor
 
     def pixels(self, image: Image) -> PixelInputs:
-        """Raises ValueError for what is no image, or is not at hand."""
+        """Decode and preprocess an image; raises ValueError if it is invalid or has only a URL."""
         processed = self._images()(images=[decode_image(image)], return_tensors="pt")
         inputs = {name: value.numpy() for name, value in processed.items() if name in INPUTS}
         if not self.mrope:
@@ -102,10 +108,10 @@ class Vision:
         patches = (self._vision["image_size"] // self._vision["patch_size"]) ** 2
         return patches + (self._layer == "full")
 
-    # --- ids ---------------------------------------------------------------------------------------
+    # --- prompts -----------------------------------------------------------------------------------
 
     def expand(self, ids: Sequence[int], places: Sequence[int], pictures: Sequence[PixelInputs]) -> list[int]:
-        """As many placeholders for each image as it has features."""
+        """Replace the placeholder at each of `places` by as many as the image has features."""
         expanded: list[int] = []
         done = 0
         for place, picture in zip(places, pictures, strict=True):
@@ -115,7 +121,7 @@ class Vision:
         return [*expanded, *ids[done:]]
 
     def spans(self, places: Sequence[int], pictures: Sequence[PixelInputs]) -> tuple[ImageSpan, ...]:
-        """Where the images of `expand` stand in what it gives."""
+        """Positions of the images in the result of `expand`."""
         spans: list[ImageSpan] = []
         more = 0
         for place, picture in zip(places, pictures, strict=True):
@@ -124,7 +130,7 @@ class Vision:
         return tuple(spans)
 
     def check(self, ids: Sequence[int], spans: Sequence[ImageSpan], pictures: Sequence[PixelInputs]) -> None:
-        """The ids have at these places what this processor makes of these images. Raises ValueError."""
+        """Raise ValueError unless the ids have at `spans` the placeholders that this processor produces."""
         for span, picture in zip(spans, pictures, strict=True):
             here = set(ids[span.start : span.start + span.length])
             if here != {self.image_id} or span.length != picture.tokens:
@@ -137,7 +143,10 @@ class Vision:
     def positions(
         self, length: int, spans: Sequence[ImageSpan], grids: Sequence[tuple[int, int, int] | None]
     ) -> np.ndarray:
-        """`[3, length]`: in time, height and width. Text goes on in all three from the largest before it."""
+        """M-RoPE positions `[3, length]` in time, height and width.
+
+        Text after an image continues in all three from the largest position before it.
+        """
         import numpy as np
 
         out = np.empty((3, length), dtype=np.int64)
@@ -155,10 +164,10 @@ class Vision:
         out[:, at:] = ahead + np.arange(length - at)
         return out
 
-    # --- the model ---------------------------------------------------------------------------------
+    # --- model -------------------------------------------------------------------------------------
 
     def features(self, model: Any, pictures: Sequence[PixelInputs]) -> list[ImageFeatures]:
-        """What the vision tower makes of these images, one by one: in no order do they see each other."""
+        """Run the vision tower on each image separately, so that features do not depend on the batch."""
         return [self._features(model, picture) for picture in pictures]
 
     def _features(self, model: Any, picture: PixelInputs) -> ImageFeatures:
@@ -179,7 +188,10 @@ class Vision:
     def hidden(
         self, model: Any, ids: Any, rows: Any, columns: Any, features: ImageFeatures, **how: Any
     ) -> Any:
-        """Last hidden states of the language model over `ids`, with feature n at (rows[n], columns[n])."""
+        """Last hidden states of the language model over `ids`, with feature n at (rows[n], columns[n]).
+
+        `how` are further arguments of the decoder's forward.
+        """
         import torch
 
         embeds = model.get_input_embeddings()(ids)
@@ -196,7 +208,7 @@ def _image_processor(path: Path) -> Any:
 
     try:
         return transformers.AutoImageProcessor.from_pretrained(path, local_files_only=True)
-    except ImportError:  # some versions want torchvision here even where they have the same with Pillow
+    except ImportError:  # some versions require torchvision here although they have a Pillow processor
         config = json.loads((path / "preprocessor_config.json").read_bytes())
         name = str(config.get("image_processor_type", "")).removesuffix("Fast")
         if (kind := getattr(transformers, f"{name}Pil", None)) is None:
@@ -205,7 +217,7 @@ def _image_processor(path: Path) -> Any:
 
 
 def decode_image(image: Image) -> Any:
-    """As Pillow has it. Raises ValueError for what is no image, or is not at hand."""
+    """Decode to a Pillow RGB image; raises ValueError if it is invalid or has only a URL."""
     from PIL import Image as Pillow
 
     if image.data is None:
@@ -219,6 +231,7 @@ def decode_image(image: Image) -> Any:
 
 
 def read_config(path: Path) -> dict[str, Any]:
+    """Read config.json; empty if it is missing or invalid."""
     try:
         return json.loads((path / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -226,11 +239,11 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def has_vision(path: Path) -> bool:
-    """Whether a model was made for images."""
+    """Whether the model has a vision tower."""
     return "vision_config" in read_config(path)
 
 
-# Checkpoints of vision-language models name their parts as before transformers had one model for both.
+# Checkpoint prefixes of older transformers releases, and their current names.
 _RENAMED = (
     ("language_model.model.", "model.language_model."),
     ("language_model.lm_head.", "lm_head."),
@@ -243,14 +256,14 @@ _PARTS = ("model.language_model.", "model.visual.", "model.vision_tower.", "mode
 
 
 def tensor_name(name: str) -> str:
-    """The name that a vision-language model of `transformers` has for a tensor of a checkpoint."""
+    """Name in the transformers model of a checkpoint tensor."""
     if name.startswith(_PARTS):
         return name
     return next((to + name[len(old) :] for old, to in _RENAMED if name.startswith(old)), name)
 
 
 def concat_features(features: Sequence[ImageFeatures]) -> ImageFeatures:
-    """Of several images, one after the other."""
+    """Concatenate the features of several images."""
     import torch
 
     deep = zip(*(one.deep for one in features), strict=True)
