@@ -1,1 +1,1 @@
-"""Real clients against the gateway, with the engine's ledger as the judge. Start at `suite`."""
+"""Conformance suite: real clients against the gateway, checked against recorded engine calls."""

@@ -1,4 +1,4 @@
-"""Raw HTTP requests as clients sent them, kept by the proxy for the judge."""
+"""Captured HTTP requests, as clients sent them to the proxy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RETRY_COUNT = "x-stainless-retry-count"
 
 
 class CapturedRequest(Struct, frozen=True, kw_only=True):
-    """One request on the wire."""
+    """One raw HTTP request."""
 
     method: str
     """HTTP method."""
@@ -24,15 +24,16 @@ class CapturedRequest(Struct, frozen=True, kw_only=True):
     body: bytes
     """Body without transfer encoding, still with its content encoding."""
     fault: NetworkFault | None = None
-    """What the proxy did to it."""
+    """Fault that the proxy injected; None without."""
 
     @property
     def path(self) -> str:
+        """Request path without the query string."""
         return urlsplit(self.target).path
 
     @property
     def content(self) -> bytes:
-        """The body without its content encoding."""
+        """Body without its content encoding."""
         encoding = self.headers.get("content-encoding", "identity")
         if encoding == "gzip":
             return gzip.decompress(self.body)
@@ -42,11 +43,12 @@ class CapturedRequest(Struct, frozen=True, kw_only=True):
 
     @property
     def repeats(self) -> bool:
-        """Whether the client's library says that it sent this before."""
+        """Whether the client's SDK marks the request as a retry."""
         return self.headers.get(RETRY_COUNT, "0") not in ("", "0")
 
 
 def captured(head: bytes, body: bytes, fault: NetworkFault | None) -> CapturedRequest:
+    """Parse the head of a request."""
     line, _, fields = head.decode("latin-1").partition("\r\n")
     method, target, *_ = line.split(" ")
     pairs = (field.partition(":") for field in fields.split("\r\n") if field)

@@ -1,4 +1,4 @@
-"""Every client the suite knows, by name."""
+"""Registry of conformance clients, by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CLIENTS: dict[str, Client] = {client.name: client for client in _ALL}
 
 
 def chosen(names: list[str]) -> list[Client]:
-    """These clients, or all."""
+    """Clients with these names; all for an empty list."""
     for name in names:
         if name not in CLIENTS:
             raise UsageError(f"unknown client {name!r}; choose from: {', '.join(CLIENTS)}")

@@ -1,7 +1,7 @@
-"""Independent decoders of model requests, one per dialect, for the judge.
+"""Independent decoders of model requests, one per dialect, for the oracle.
 
-They share no code with the gateway. Each reads a raw body into messages and tools by the rules that
-`docs/how-to/conformance.md` lists, and refuses a shape it does not know, so that nothing passes unread.
+The decoders share no code with the gateway. Each converts a raw body to messages and tools by the rules in
+`docs/how-to/conformance.md`, and raises `UnknownShape` for anything else, so that no content is skipped.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ JSON_TYPES = ("STRING", "NUMBER", "INTEGER", "BOOLEAN", "ARRAY", "OBJECT", "NULL
 
 
 class UnknownShape(ValueError):
-    """A request holds something these decoders do not read."""
+    """A request contains something that the decoders do not support."""
 
 
 class ClientCall(Struct, frozen=True):
-    """A tool call in an assistant message."""
+    """Tool call in an assistant message."""
 
     id: str
     """Call id as the client sent it."""
     name: str
     """Function name."""
     arguments: Any
-    """Parsed JSON arguments, or the text where it is no JSON."""
+    """Parsed JSON arguments, or the text if it is not JSON."""
 
 
 class ClientMessage(Struct, frozen=True, kw_only=True):
@@ -39,26 +39,26 @@ class ClientMessage(Struct, frozen=True, kw_only=True):
     role: str
     """One of system, user, assistant, tool."""
     content: str = ""
-    """Text, parts joined."""
+    """Text with all parts joined."""
     reasoning: str = ""
-    """Reasoning that an assistant message carries."""
+    """Reasoning of an assistant message; empty if there is none."""
     calls: tuple[ClientCall, ...] = ()
     """Tool calls of an assistant message."""
     call_id: str = ""
-    """Call that a tool message answers."""
+    """Id of the call that a tool message answers; empty for other roles."""
 
 
 class ClientRequest(Struct, frozen=True, kw_only=True):
-    """What a client asked a model."""
+    """Decoded model request."""
 
     messages: tuple[ClientMessage, ...]
     """Conversation in order."""
     tools: tuple[dict[str, Any], ...] = ()
-    """Tools in the shape of Chat Completions."""
+    """Tools in Chat Completions format."""
 
 
 def decode(request: CapturedRequest) -> ClientRequest | None:
-    """The conversation of a request; None for one that asks no model."""
+    """Decode a request; None if it is not a model request."""
     if request.method != "POST":
         return None
     for suffix, read in DIALECTS.items():
@@ -70,12 +70,12 @@ def decode(request: CapturedRequest) -> ClientRequest | None:
 
 
 def _says_anything(message: ClientMessage) -> bool:
-    """An empty assistant message, which some clients leave for an answer that broke off, is no turn."""
+    """False for an empty assistant message, which some clients keep for an interrupted reply."""
     return message.role != "assistant" or bool(message.content or message.reasoning or message.calls)
 
 
 def _in_call_order(messages: Iterable[ClientMessage]) -> tuple[ClientMessage, ...]:
-    """Results of parallel calls stand in the order of the calls, whatever order they were sent in."""
+    """Sort the results of parallel calls in the order of the calls."""
     ordered: list[ClientMessage] = []
     calls: dict[str, int] = {}
     results: list[ClientMessage] = []
@@ -133,7 +133,7 @@ def _chat_message(message: dict[str, Any]) -> ClientMessage:
 
 
 def _text(content: Any, kinds: Sequence[str], ignored: Sequence[str] = ()) -> str:
-    """A string, or the text of its parts joined."""
+    """Text of a string or of content parts; raises `UnknownShape` for other types of parts."""
     if content is None or isinstance(content, str):
         return content or ""
     parts: list[str] = []
@@ -150,7 +150,7 @@ def _text(content: Any, kinds: Sequence[str], ignored: Sequence[str] = ()) -> st
 
 
 def _anthropic(body: dict[str, Any]) -> ClientRequest:
-    """Tools with `defer_loading` are not in the head; a `tool_reference` brings their definition, in JSON."""
+    """Decode Anthropic Messages; a `tool_reference` adds the definition of a tool with `defer_loading`."""
     wires = [tool for tool in body.get("tools") or [] if tool.get("type") in (None, "custom")]
     known = {tool["name"]: _anthropic_tool(tool) for tool in wires}
     messages: list[ClientMessage] = []
@@ -183,14 +183,14 @@ def _blocks(content: Any) -> list[dict[str, Any]]:
 
 
 def _anthropic_system(system: Any) -> str:
-    """Lines with a billing header, which differ from thread to thread, are no part of the prompt."""
+    """System text without billing headers, which differ between threads."""
     if isinstance(system, str):
         return system.partition("\n")[2] if system.startswith(BILLING) else system
     return _text([b for b in system or [] if not (b.get("text") or "").startswith(BILLING)], ("text",))
 
 
 def _anthropic_entry(entry: dict[str, Any], known: Mapping[str, Any]) -> list[ClientMessage]:
-    """Tool results first, then what else the entry says."""
+    """Tool results first, then the other content of the entry."""
     blocks = _blocks(entry["content"])
     results = [block for block in blocks if block["type"] == "tool_result"]
     rest = [block for block in blocks if block["type"] != "tool_result"]
@@ -310,7 +310,7 @@ def _flat(tools: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
 
 
 def _responses_tool(tool: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    """A custom tool is a function of one string; a name used before gets its namespace in front."""
+    """Convert a tool: a custom tool becomes a function of one string; a duplicate name gets its namespace."""
     name = tool["name"]
     if name in names:
         name = f"{tool.get('namespace') or tool['type']}__{name}"
@@ -398,7 +398,7 @@ def _gemini_content(content: dict[str, Any], asked: list[ClientCall]) -> list[Cl
 
 
 def _answered(answer: dict[str, Any], asked: list[ClientCall]) -> str:
-    """A response names its call by id or, without one, by the name of the function, in order."""
+    """Id of the call that a response answers: by its id or, without one, the first of its function."""
     for call in asked:
         if call.id == answer["id"] if answer.get("id") else call.name == answer["name"]:
             asked.remove(call)
@@ -407,7 +407,7 @@ def _answered(answer: dict[str, Any], asked: list[ClientCall]) -> str:
 
 
 def _returned(response: Any) -> str:
-    """Text as it is, also inside {"result": ...} or {"output": ...}; the rest as compact JSON."""
+    """Text of a response, also inside {"result": ...} or {"output": ...}; other values as compact JSON."""
     if isinstance(response, dict) and list(response) in (["result"], ["output"]):
         [response] = response.values()
     if response is None:
@@ -448,7 +448,7 @@ def _gemini_tool(declaration: dict[str, Any]) -> dict[str, Any]:
 
 
 def _json_schema(schema: Any) -> Any:
-    """Google's types in small letters and first, `any_of` as JSON schema spells it."""
+    """Convert Google's schema to JSON schema: `type` in lower case and first, `any_of` as `anyOf`."""
     if not isinstance(schema, dict):
         return schema
     kind = schema.get("type")

@@ -1,7 +1,7 @@
-"""Environments of their own for heavy or foreign programs, under a cache outside the project.
+"""Cached installation environments (venv, npm, git) for clients and test suites.
 
-Each is made once: its folder is named by a hash of what it holds, and appears under that name only
-when the installation is complete. Two processes that need the same one wait for each other.
+Each environment is installed once, in a directory named by a hash of its contents; a file in it marks a
+complete installation. Processes that need the same environment wait for each other.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ PIP = ["-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-input"
 
 
 def interpreter(version: str) -> str:
-    """A Python of this version ("3.12"): on the PATH, or where version managers keep theirs.
+    """Find a Python of this version ("3.12") on the PATH or in the directories of pyenv and uv.
 
-    What is on the PATH may be a shim that knows of no such version, so it is run before it is believed.
+    Each candidate is run, because a program on the PATH may be a shim without such a version.
     """
     name = f"python{version}"
     kept = (
@@ -57,7 +57,10 @@ def python_environment(
     without: Sequence[str] = (),
     constraints: Path | None = None,
 ) -> Path:
-    """The interpreter of a virtual environment that holds `requirements`, less the packages `without`."""
+    """Install `requirements` into a virtual environment and remove the packages `without`.
+
+    Returns the path of its interpreter.
+    """
     version = _run([python, "-c", "import sys; print(sys.version)"]).strip()
     pins = constraints.read_text() if constraints else ""
 
@@ -74,7 +77,7 @@ def python_environment(
 
 
 def npm_environment(cache: Path, name: str, packages: Sequence[str]) -> Path:
-    """The folder of the programs (`node_modules/.bin`) that pinned npm packages bring."""
+    """Install npm packages; returns the directory of their programs (`node_modules/.bin`)."""
 
     def install(home: Path) -> None:
         home.mkdir(parents=True)
@@ -85,7 +88,7 @@ def npm_environment(cache: Path, name: str, packages: Sequence[str]) -> Path:
 
 
 def wheel_files(cache: Path, package: str, prefix: str) -> Path:
-    """The folder with the files of a pinned package whose names begin so, without its dependencies."""
+    """Download a package without dependencies; returns the directory of its files named `prefix...`."""
 
     def install(home: Path) -> None:
         home.mkdir(parents=True)
@@ -100,8 +103,10 @@ def wheel_files(cache: Path, package: str, prefix: str) -> Path:
 
 
 def git_files(cache: Path, name: str, url: str, commit: str, paths: Sequence[str]) -> Path:
-    """A folder with these paths of a repository at a commit: from a clone at `sources/NAME` in the cache if
-    there is one, else from the address."""
+    """Export paths of a git repository at a commit; returns their directory.
+
+    Uses the clone `sources/NAME` in the cache if it exists, else fetches from `url`.
+    """
     clone = cache / "sources" / name
 
     def install(home: Path) -> None:
@@ -130,7 +135,7 @@ def _made_once(cache: Path, name: str, what: Sequence[str], install: Callable[[P
     cache.mkdir(parents=True, exist_ok=True)
     with _locked(cache / f"{name}-{digest}.lock"):
         if not (home / READY).exists():
-            # Virtual environments cannot be moved, so completeness is a file, not a rename.
+            # Virtual environments cannot be moved, so a file marks completion instead of a rename.
             shutil.rmtree(home, ignore_errors=True)
             install(home)
             (home / READY).write_text("\n".join(what))

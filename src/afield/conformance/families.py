@@ -1,8 +1,8 @@
 """Template families of the conformance suite: chat template and reply format.
 
-1. `chatml` takes a system message anywhere, writes hermes tool calls, thinks only where it wants to.
+1. `chatml` accepts a system message anywhere, writes Hermes tool calls, and reasons optionally.
 2. `qwen3.5` is the template of that name in the package trl: it refuses a system message that is not the
-   first, writes tool calls in XML, opens every turn with a thought, and drops older thoughts.
+   first, writes tool calls in XML, opens every turn with reasoning, and strips earlier reasoning.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ CLOSE = "\n</think>\n\n"
 
 
 class TemplateFamily(Struct, frozen=True, kw_only=True):
-    """A chat template and its model's manner of writing."""
+    """Chat template and reply format of a model family."""
 
     name: str
     """Name on the command line and in results."""
     source: Callable[[Path], str]
-    """The Jinja text; takes the folder of the cache."""
+    """Function from the cache directory to the Jinja source."""
     spell: Callable[[ModelReply], str]
-    """A reply as the model writes it behind the generation prompt, without the stop token."""
+    """Function from a reply to the text that the model samples, without the stop token."""
     opening: str = ""
-    """What the generation prompt says behind the assistant's header."""
+    """Text of the generation prompt after the assistant header."""
     system_first: bool = False
     """Whether the template refuses a system message that is not the first message."""
 
 
 def hermes(reply: ModelReply) -> str:
+    """Reply text with Hermes tool calls and optional reasoning."""
     parts = [reply.text] if reply.text else []
     for use in reply.uses:
         call = json.dumps({"name": use.name, "arguments": use.arguments}, ensure_ascii=False)
@@ -49,6 +50,7 @@ def hermes(reply: ModelReply) -> str:
 
 
 def qwen_xml(reply: ModelReply) -> str:
+    """Reply text with XML tool calls, after reasoning that the prompt opened."""
     calls = "\n".join(_xml_call(use) for use in reply.uses)
     between = "\n\n" if reply.text and calls else ""
     return f"{reply.reasoning}{CLOSE}{reply.text}{between}{calls}"
@@ -76,7 +78,7 @@ FAMILIES: dict[str, TemplateFamily] = {family.name: family for family in (CHATML
 
 
 def families(names: list[str]) -> list[TemplateFamily]:
-    """These families, or all."""
+    """Families with these names; all for an empty list."""
     for name in names:
         if name not in FAMILIES:
             raise UsageError(f"unknown template family {name!r}; choose from: {', '.join(FAMILIES)}")

@@ -2,14 +2,13 @@
 
 Bytes pass unchanged. The last marker in a request's body identifies it; each `NetworkFault` happens once:
 
-1. refuse: the proxy answers with the dialect's own 500; the gateway never sees the request.
-2. cut: the connection breaks in both directions after `CUT_S`, in the middle of a slow response.
+1. refuse: the proxy responds with the dialect's own 500; the gateway never sees the request.
+2. cut: the connection breaks in both directions after `CUT_S` seconds, during a slow response.
 3. lose: the proxy reads the whole response, so that the gateway has delivered it. The client gets the first
-   chunk of a streamed response (nothing of any other) and a broken connection. A client that has some of the
-   text asks for the rest of it, which is another request.
+   chunk of a streamed response (nothing of any other) and a broken connection. Only one chunk, because a
+   client that has part of the text may send another request, for the rest of it.
 
-With `clean`, a broken stream ends in good order without its last events; some clients give up on anything
-else.
+With `clean`, a broken stream ends its HTTP body without the last events; some clients do not retry otherwise.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ GONE = (ConnectionError, asyncio.IncompleteReadError)
 
 
 class Faults:
-    """`fired` says what happened so far; `requests` are all that were sent, in order of arrival."""
+    """Pending faults by marker, injected faults (`fired`) and captured `requests` in order of arrival."""
 
     def __init__(self, faults: Mapping[str, NetworkFault], *, clean: bool = False) -> None:
         self._left = dict(faults)
@@ -38,6 +37,7 @@ class Faults:
         self.requests: list[CapturedRequest] = []
 
     def of(self, body: bytes) -> NetworkFault | None:
+        """Take the fault for a request body; None without."""
         where = last_marker(body.decode(errors="replace"))
         fault = self._left.pop(where, None) if where else None
         if where and fault:
@@ -47,7 +47,7 @@ class Faults:
 
 @asynccontextmanager
 async def faulty(upstream: tuple[str, int], faults: Faults) -> AsyncIterator[int]:
-    """The port the proxy listens on, on loopback."""
+    """Run the proxy on loopback; yields its port."""
     tasks: set[asyncio.Task[None]] = set()
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -91,7 +91,7 @@ class _Connection:
                     await end.wait_closed()
 
     async def _break(self, end: bytes) -> None:
-        """Break the client's connection, or end its answer there."""
+        """Break the client's connection or, if `clean`, end the response with `end`."""
         if self._faults.clean:
             self._writer.write(end)
             await self._writer.drain()
@@ -131,7 +131,7 @@ class _Connection:
                 await self._writer.drain()
 
     async def _lose(self, begun: bytes, back: asyncio.StreamReader) -> None:
-        """Read the answer to its end; the client sees the first chunk of a stream."""
+        """Read the response to its end; pass only the first chunk of a stream to the client."""
         answer = begun
         while b"\r\n\r\n" not in answer:
             answer += await back.read(1 << 16)
@@ -163,7 +163,7 @@ def _complete(head: bytes, body: bytes) -> bool:
 
 
 def _chunks(body: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """The chunks of a body, each with the line that says its size."""
+    """Chunks of a body, each with its size line."""
     while body:
         line, _, rest = body.partition(b"\r\n")
         size = int(line.partition(b";")[0], 16)
@@ -172,7 +172,7 @@ def _chunks(body: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 async def _body(reader: asyncio.StreamReader, head: bytes) -> tuple[bytes, bytes]:
-    """The body as it was on the wire, and without its transfer encoding."""
+    """Body as sent, and body without its transfer encoding."""
     headers = _headers(head)
     if headers.get(b"transfer-encoding") != b"chunked":
         body = await reader.readexactly(int(headers.get(b"content-length", b"0")))
@@ -189,7 +189,7 @@ async def _body(reader: asyncio.StreamReader, head: bytes) -> tuple[bytes, bytes
 
 
 def refusal(head: bytes) -> bytes:
-    """A 500 as the API that was asked would give it."""
+    """HTTP 500 response in the error format of the requested API."""
     error: dict[str, object] = {"message": "the server had an error", "type": "server_error"}
     body: dict[str, object] = {"error": {**error, "code": None, "param": None}}
     line = head.split(b"\r\n", 1)[0]

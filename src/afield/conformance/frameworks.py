@@ -1,4 +1,4 @@
-"""Agents on Python frameworks, and mini-swe-agent."""
+"""Conformance clients: agents on Python frameworks, and mini-swe-agent."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _look(thread: str, step: int) -> ToolUse:
 
 
 def _helped(argument: str) -> dict[str, Answer]:
-    """A sub-agent at the second step, asked by this argument of a tool; and a stop at the seventh."""
+    """Replies that call a sub-agent at step 2, by this tool argument, and end the first run at step 7."""
     return {
         "main-2": ModelReply(uses=(ToolUse("ask", {argument: f"Walk a little – 少し. {marker('sub', 0)}"}),)),
         "sub-0": ModelReply(text="I look twice.", uses=(_look("sub", 1), _look("sub", 1))),
@@ -130,13 +130,13 @@ SMOLAGENTS = Client(
             "main-7": _final("This is halfway."),
             "main-9": _final("All steps are done."),
         },
-        branches=12,  # it writes its history as prose, so that no turn goes on from another
+        branches=12,  # smolagents rewrites its history as prose, so no turn continues another
     ),
 )
 
 
 def _litellm(provider: str) -> Callable[[Stage], list[ClientCommand]]:
-    """Gemini's own API lies below the base URL itself."""
+    """Commands for a LiteLLM provider; the Gemini API is at the session's base URL, OpenAI's at `/v1`."""
 
     def commands(stage: Stage) -> list[ClientCommand]:
         base_url = stage.base_url if provider == "gemini" else stage.openai_base_url
@@ -152,7 +152,7 @@ LITELLM = Client(
     name="litellm",
     install=from_pypi("litellm"),
     commands=_litellm("openai"),
-    # With idempotency keys, a lost answer is given again and nothing is sampled for it.
+    # With idempotency keys, the gateway repeats a lost response without sampling again.
     scenario=steps(_look, instead=_helped("question"), branches=2, excluded={ABORTED: ("main-5",)}),
 )
 LITELLM_GEMINI = Client(

@@ -1,15 +1,14 @@
-"""Judge: compares a session's record with the calls that the engine served.
+"""Conformance judge: compares a session record with the recorded engine calls.
 
-Calls are told apart by what they are (prompt, sampled ids, log-probabilities), never by ids the gateway
-made up. Checks:
+Calls are identified by prompt, sampled ids and log-probabilities, never by ids of the gateway. Checks:
 
-1. Every call of the ledger is in the record once, and nothing else.
-2. Every stretch of training tokens is one call's tokens behind that call's prompt.
-3. Every committed call is trained once, unless the client's allow-list names it with the reason.
+1. The record contains every engine call once, and no others.
+2. Every run of training tokens is the sampled tokens of one call after that call's prompt.
+3. Every committed call is trained once, unless the scenario lists it as excluded with the reason.
 4. No prompt is trained twice.
-5. The forest has the branches it should have.
+5. The turn tree has the expected number of branches.
 
-Whether the prompts are what the client sent is the oracle's question; see `oracle`.
+`oracle` checks the prompts against the client's requests.
 """
 
 from __future__ import annotations
@@ -28,39 +27,48 @@ Key = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]
 
 
 class ServedCall(Protocol):
-    """A ledger's entry."""
+    """Fields of a recorded engine call that the judge reads."""
 
     @property
-    def call_id(self) -> str: ...
+    def call_id(self) -> str:
+        """Id of the engine call."""
+        ...
 
     @property
-    def prompt_ids(self) -> tuple[int, ...]: ...
+    def prompt_ids(self) -> tuple[int, ...]:
+        """Prompt of the engine call."""
+        ...
 
     @property
-    def token_ids(self) -> tuple[int, ...]: ...
+    def token_ids(self) -> tuple[int, ...]:
+        """Sampled tokens."""
+        ...
 
     @property
-    def logprobs(self) -> tuple[float, ...]: ...
+    def logprobs(self) -> tuple[float, ...]:
+        """Log-probability of each sampled token."""
+        ...
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    """What was found about one client on one template family."""
+    """Result of one client on one template family."""
 
     calls: int = 0
-    """Calls that the engine served."""
+    """Number of engine calls."""
     matched: int = 0
-    """Calls that are in the record exactly as served."""
+    """Number of engine calls that the record contains exactly."""
     duplicates: int = 0
-    """Calls that are trained besides another with the same prompt."""
+    """Number of trained calls beyond the first with the same prompt."""
     branches: int = 0
-    """Committed leaves of the forest, without abandoned answers."""
+    """Number of committed leaves of the turn tree, without abandoned replies."""
     excluded: dict[str, int] = {}
-    """Calls that are not trained, by reason."""
+    """Number of calls excluded from training, by reason."""
     problems: tuple[str, ...] = ()
-    """Everything that is wrong; empty where the client is ok."""
+    """Problems found; empty if the client conforms."""
 
     @property
     def ok(self) -> bool:
+        """Whether no problem was found."""
         return not self.problems
 
 
@@ -71,8 +79,15 @@ def judge(
     allowed: Mapping[str, Sequence[str]],
     places: Mapping[str, str],
 ) -> Verdict:
-    """`allowed` are the markers or phrases of the calls that may stay untrained, by reason; `places` says at
-    which marker or phrase each call of the ledger was made."""
+    """Compare a session record with the engine calls.
+
+    Args:
+        ledger: recorded engine calls.
+        record: record of the session.
+        branches: expected number of committed leaves of the turn tree.
+        allowed: markers or phrases of the calls that may be excluded from training, by reason.
+        places: marker or phrase of each engine call, by call id.
+    """
     served = Counter(_key(entry) for entry in ledger)
     turns = {turn.id: turn for turn in record.turns}
     recorded = {turn.id: (_prompt(turns, turn), turn.token_ids, turn.logprobs) for turn in record.turns}
@@ -110,7 +125,7 @@ def _prompt(turns: Mapping[str, Turn], turn: Turn) -> tuple[int, ...]:
 
 
 def _trained(served: Counter[Key], rows: Sequence[Trajectory]) -> tuple[Counter[Key], list[str]]:
-    """The calls that are in the loss, and stretches of the loss that are no call."""
+    """Calls in the loss, and problems of loss runs that are not exactly one call."""
     trained: Counter[Key] = Counter()
     problems: list[str] = []
     for n, row in enumerate(rows):
@@ -160,7 +175,7 @@ def _unlisted(
     allowed: Mapping[str, Sequence[str]],
     places: Mapping[str, str],
 ) -> list[str]:
-    """Exclusions that the client's allow-list does not name, or that do not say what they leave out."""
+    """Problems of exclusions that the scenario does not list, or whose turn or token count is wrong."""
     where = {_key(entry): places.get(entry.call_id, "nowhere") for entry in ledger}
     left = Counter((reason, place) for reason, listed in allowed.items() for place in listed)
     problems: list[str] = []

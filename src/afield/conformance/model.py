@@ -1,7 +1,7 @@
-"""Model directory of the conformance suites: a byte-level tokenizer and a chat template, without weights.
+"""Model directory of the conformance suite: tokenizer and chat template, without weights.
 
-The tokenizer encodes any text and has few merges, so that a text has many tokenizations. The template takes
-any role anywhere, as clients need.
+The byte-level tokenizer encodes any text and has few merges, so that a text has many tokenizations. The
+template accepts any role at any position.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ SWITCHABLE_TEMPLATE = """\
 """
 """ChatML with hermes tool calls, reasoning, images, and thinking that `enable_thinking` turns off."""
 TEMPLATE = SWITCHABLE_TEMPLATE.replace(THINKING_SWITCH, "")
-"""The same without the switch, for clients whose requests turn thinking off and on."""
+"""`SWITCHABLE_TEMPLATE` without the switch, for clients whose requests turn thinking off and on."""
 
 
 def write_model(directory: Path, template: str = TEMPLATE, control: tuple[str, ...] = CONTROL) -> Path:
-    """Write the files a gateway reads; the same ones every time."""
+    """Write the files that a gateway reads; deterministic."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

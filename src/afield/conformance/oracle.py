@@ -1,16 +1,16 @@
-"""Oracle for prompts: renders every raw request anew and compares it with the engine's prompt.
+"""Prompt oracle: renders each raw request and compares it with the engine's prompt.
 
-It shares no code with the gateway: requests are read by `decoders`, rendered by plain Jinja with the
-model's template, and compared block by block (a block begins at the token `<|im_start|>`):
+The oracle shares no code with the gateway: `decoders` reads the requests, plain Jinja renders them with the
+model's template, and prompts are compared block by block (a block begins at the token `<|im_start|>`):
 
-1. System, user and tool blocks and the generation prompt are equal as text, with control tokens told
-   apart from text that spells one.
-2. An assistant block is either the very ids that an earlier call sampled behind the same ids, where the
-   client sent that reply back, or the client's message as the template renders it; what a client left out
-   of a reply it sends back (reasoning) may be there.
-3. A conversation that goes on from an earlier call goes on from its ids.
-4. Every call of the engine belongs to one request, and every request to one call, unless the proxy refused
-   it or it repeats one whose answer was broken off.
+1. System, user and tool blocks and the generation prompt have equal text; control tokens differ from text
+   that looks like them.
+2. An assistant block is either the ids that an earlier call sampled after the same ids, if the client sent
+   that reply back, or the client's message as the template renders it. The block may contain parts of a
+   reply (reasoning) that the client did not send back.
+3. The prompt of a continued conversation begins with the ids of the earlier call.
+4. Engine calls and requests match one to one, except for requests that the proxy refused or that repeat one
+   whose response was interrupted.
 """
 
 from __future__ import annotations
@@ -33,64 +33,74 @@ from afield.conformance.families import TemplateFamily
 from afield.conformance.scenario import ModelReply, NetworkFault
 
 HEADER = "<|im_start|>"
-MARK = "\ue001"  # stands before every control token
-QUOTE = "\ue000"  # breaks a literal in content, so that it is not taken for a control token
+MARK = "\ue001"  # inserted before every control token
+QUOTE = "\ue000"  # breaks a literal in content, so that it does not match as a control token
 NO_THOUGHT = re.compile(rf"{MARK}<think>\n\n{MARK}</think>\n\n")
-SHOWN = 160  # characters of a difference
+SHOWN = 160  # characters of a difference in a message
 
 
 class RecordedPrompt(Protocol):
     """Fields of a recorded engine call that the oracle reads."""
 
     @property
-    def call_id(self) -> str: ...
+    def call_id(self) -> str:
+        """Id of the engine call."""
+        ...
 
     @property
-    def prompt_ids(self) -> tuple[int, ...]: ...
+    def prompt_ids(self) -> tuple[int, ...]:
+        """Prompt of the engine call."""
+        ...
 
     @property
-    def token_ids(self) -> tuple[int, ...]: ...
+    def token_ids(self) -> tuple[int, ...]:
+        """Sampled tokens."""
+        ...
 
     @property
-    def finish(self) -> str | None: ...
+    def finish(self) -> str | None:
+        """Finish reason; None if the call did not end."""
+        ...
 
 
 class Block(Struct, frozen=True):
-    """A message as it stands in a prompt."""
+    """One message in a prompt."""
 
     text: str
-    """Text from the header on, control tokens marked."""
+    """Text from the header on, with marked control tokens."""
     start: int = 0
-    """Position of the header among the prompt's ids."""
+    """Index of the header in the prompt ids."""
     end: int = 0
-    """Position behind the block."""
+    """Index after the block in the prompt ids."""
 
     @property
     def assistant(self) -> bool:
+        """Whether the block is an assistant message."""
         return self.text.startswith(f"{MARK}{HEADER}assistant\n")
 
 
 class Expected(Struct):
-    """A request that was sent, as the engine has to see it."""
+    """Expected prompt of one request."""
 
     sent: CapturedRequest
-    """Request on the wire."""
+    """Raw request."""
     request: ClientRequest
-    """Request as decoded."""
+    """Decoded request."""
     blocks: list[Block]
-    """Prompt as rendered; the last block is the generation prompt."""
+    """Rendered prompt; the last block is the generation prompt."""
     whole: list[Block]
-    """Prompt as rendered with the model's replies in full where the client sent them back."""
+    """Prompt rendered with complete model replies where the client sent them back."""
     call: RecordedPrompt | None = None
-    """Call of the engine that belongs to it."""
+    """Engine call of the request; None until matched."""
 
     @property
     def spoken(self) -> list[ClientMessage]:
+        """Assistant messages of the request."""
         return [message for message in self.request.messages if message.role == "assistant"]
 
 
 class Renderer:
-    """Text of conversations and of ids for one model directory."""
+    """Renders requests and engine prompts to text, for one model directory."""
 
     def __init__(self, model: Path, family: TemplateFamily) -> None:
         from tokenizers import Tokenizer
@@ -110,6 +120,7 @@ class Renderer:
         self._template = environment.from_string((model / "chat_template.jinja").read_text(encoding="utf-8"))
 
     def render(self, request: ClientRequest) -> list[Block]:
+        """Blocks of a request's prompt."""
         messages = fold_system(request.messages) if self._family.system_first else request.messages
         text = self._template.render(
             messages=[self._quoted(_as_dict(message)) for message in messages],
@@ -131,7 +142,7 @@ class Renderer:
         return value
 
     def blocks(self, ids: Sequence[int]) -> list[Block]:
-        """A prompt of the engine, in blocks."""
+        """Blocks of an engine prompt."""
         starts = [n for n, token in enumerate(ids) if token == self._header]
         if not starts or starts[0]:
             starts.insert(0, 0)
@@ -139,6 +150,7 @@ class Renderer:
         return [Block(self.text(ids[s:e]), s, e) for s, e in zip(starts, ends, strict=True)]
 
     def text(self, ids: Sequence[int]) -> str:
+        """Text of ids, with marked control tokens."""
         parts: list[str] = []
         run: list[int] = []
         for token in (*ids, None):
@@ -170,10 +182,10 @@ def _as_dict(message: ClientMessage) -> dict[str, Any]:
 
 
 def fold_system(messages: Sequence[ClientMessage]) -> list[ClientMessage]:
-    """The declared rules for templates that take a system message only as the first one.
+    """Documented rules for templates that accept a system message only as the first message.
 
-    System messages at the beginning become one, with an empty line between them; a later one becomes a user
-    message in its place, between `<system>` and `</system>`.
+    System messages at the beginning become one, joined by an empty line; a later one becomes a user message
+    in `<system>` tags.
     """
     leading = list(takewhile(lambda message: message.role == "system", messages))
     text = "\n\n".join(message.content for message in leading if message.content)
@@ -187,7 +199,7 @@ def fold_system(messages: Sequence[ClientMessage]) -> list[ClientMessage]:
 
 
 class Oracle:
-    """Compares what was sent with what the engine was asked."""
+    """Compares the clients' requests with the engine's prompts."""
 
     def __init__(
         self,
@@ -196,7 +208,7 @@ class Oracle:
         ledger: Sequence[RecordedPrompt],
         replies: Mapping[str, ModelReply],
     ) -> None:
-        """`replies` are what the model said, by the id of the engine's call."""
+        """Render all requests; `ledger` are the recorded engine calls, `replies` the replies by call id."""
         self._renderer = renderer
         self._ledger = ledger
         self._replies = replies
@@ -214,7 +226,7 @@ class Oracle:
                 self._problems.append(f"request {n} ({request.path}) cannot be rendered: {error!r}")
 
     def _whole(self, messages: Sequence[ClientMessage]) -> tuple[ClientMessage, ...]:
-        """The same with nothing left out of the replies that the client sends back."""
+        """Messages with the complete text of the replies that the client sent back."""
         replies = list(self._replies.values())
         matches = [
             next((r for r in replies if m.role == "assistant" and echoes(m, r)), None) for m in messages
@@ -223,6 +235,7 @@ class Oracle:
 
     @cached_property
     def problems(self) -> list[str]:
+        """Differences found; empty if the prompts are right."""
         problems = list(self._problems)
         for call in self._ledger:
             blocks = self._renderer.blocks(call.prompt_ids)
@@ -237,7 +250,7 @@ class Oracle:
         return problems
 
     def _difference(self, expected: Expected, call: RecordedPrompt, blocks: Sequence[Block]) -> str | None:
-        """The first block in which the engine's prompt is not the request; None where it is."""
+        """First block in which the engine's prompt differs from the request; None if it does not."""
         spoken = iter(expected.spoken)
         for n, wanted in enumerate(expected.blocks):
             if n >= len(blocks):
@@ -258,14 +271,14 @@ class Oracle:
     def _said(
         self, message: ClientMessage, call: RecordedPrompt, block: Block, wanted: tuple[str, str]
     ) -> bool:
-        """Whether an assistant block is the client's message, in the ids it was sampled in or rendered."""
+        """Whether an assistant block is the client's message, as sampled or as rendered."""
         sampled = self._sampled(call.prompt_ids, block)
         if sampled is not None:
             return echoes(message, self._replies[sampled.call_id])
         return NO_THOUGHT.sub("", block.text) in [NO_THOUGHT.sub("", text) for text in wanted]
 
     def _sampled(self, prompt: tuple[int, ...], block: Block) -> RecordedPrompt | None:
-        """The call whose ids, prompt and answer, the prompt holds up to the end of this block."""
+        """Call whose prompt and sampled ids the prompt contains up to the end of this block."""
         for call in self._ledger:
             start, end = len(call.prompt_ids), len(call.prompt_ids) + len(call.token_ids)
             if not block.start < start < end <= block.end or call.finish is None:
@@ -277,7 +290,7 @@ class Oracle:
         return None
 
     def _not_continued(self, expected: Expected, call: RecordedPrompt) -> str | None:
-        """A request that goes on from an earlier call, and a prompt that does not."""
+        """Problem of a request that continues an earlier call while its prompt does not."""
         messages = expected.request.messages
         for at in range(len(messages) - 1, 0, -1):
             if messages[at].role != "assistant":
@@ -303,7 +316,7 @@ class Oracle:
         )
 
     def _unasked(self, n: int, expected: Expected) -> str | None:
-        """Why a request that the engine never saw is not to be explained."""
+        """Problem of a request without an engine call; None if a fault or a repetition explains it."""
         if expected.call is not None or expected.sent.fault is NetworkFault.REFUSE:
             return None
         twins = [e for e in self._expected[:n] if e.call and e.request == expected.request]
@@ -335,7 +348,7 @@ def _in_full(message: ClientMessage, reply: ModelReply) -> ClientMessage:
 
 
 def echoes(message: ClientMessage, reply: ModelReply) -> bool:
-    """Whether an assistant message is this reply: text and reasoning may be left out, not changed."""
+    """Whether an assistant message is this reply; text and reasoning may be missing but not changed."""
     calls = [(call.name, call.arguments) for call in message.calls]
     if calls != [(use.name, use.arguments) for use in reply.uses]:
         return False

@@ -1,6 +1,6 @@
-"""Which version of each foreign program is tried: what is said about a client holds for this one.
+"""Pinned versions of the clients and test suites in conformance runs.
 
-An unpinned npm install on an older node silently takes an older release.
+An unpinned npm install on an older node silently installs an older release.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ NPM = {
     "qwen-code": (
         "@qwen-code/qwen-code@0.24.4",
         "node@22.22.0",
-    ),  # it needs a newer node than most machines have
+    ),  # needs a newer node than most machines have
     "vercel": (
         *("ai@7.0.169", "@ai-sdk/openai@4.0.114", "@ai-sdk/anthropic@4.0.102", "@ai-sdk/google@4.0.117"),
         "zod@4.6.7",
@@ -23,17 +23,17 @@ NPM = {
 PYTHON = {
     "mini-swe-agent": ("mini-swe-agent==2.4.6", "litellm==1.106.2", "openai==2.54.0", "mcp==2.3.0"),
     "strands": ("strands-agents[openai]==1.62.0", "openai==2.54.0"),
-    "langgraph": (  # LangChain's standard tests run in the same environment
+    "langgraph": (  # also runs LangChain's standard tests
         *("langgraph==1.2.20", "langchain-core==1.7.2", "langchain-openai==1.7.3", "openai==3.49.0"),
         *("langchain-tests==1.1.9", "langchain-anthropic==1.7.7", "anthropic==2.8.0"),
         *("langchain-google-genai==4.4.2", "google-genai==2.34.0"),
     ),
-    "inspect": (  # and google-genai's newer line
+    "inspect": (  # also runs the tests of google-genai 3
         *("inspect_ai==0.3.285", "openai==3.49.0", "anthropic==2.8.0", "google-genai==3.1.0"),
         *("pytest==9.2.0", "pytest-asyncio==1.4.1.post1"),
     ),
     "verifiers": ("verifiers==0.4.0", "pytest==9.2.0", "pytest-asyncio==1.4.1.post1"),
-    # The SDKs' major lines that the development environment does not have.
+    # Major SDK versions other than those of the development environment.
     "sdks": ("openai==3.49.0", "anthropic==1.17.0", "google-genai==2.34.0"),
     "pytest": ("pytest==9.2.0", "pytest-asyncio==1.4.1.post1"),
     "openai-agents": ("openai-agents==0.24.0", "openai==3.49.0"),

@@ -1,9 +1,10 @@
 """Scenario of a conformance run: the model's replies and the network faults.
 
-Every request tells where its thread stands by the last marker in it, `[at main-3]`. The marker comes
-out of a tool that was really run (or a sub-agent's answer, or a summary), so a reply is found by what
-the request looks like, whatever the order in which threads ask. The same request again gets the same
-words in other tokens. Requests whose new messages hold a certain phrase (titles, summaries) are asides.
+1. The last marker in a request, such as `[at main-3]`, identifies the step of its thread. Markers come from
+   the output of tools that really ran, from a sub-agent's reply or from a summary, so the order in which
+   threads send requests does not matter.
+2. A repeated request gets the same text in other tokens.
+3. Requests whose new messages contain a certain phrase (titles, summaries) are asides.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any
 from msgspec import Struct
 
 MARKER = re.compile(r"\[at ([a-z]+-\d+)\]")
-BESIDE = "Beside"  # a thread whose steps are no markers: the second of two parallel calls leads on
-ABORTED = "aborted"  # the reason a call that was cut stays untrained
-ABANDONED = "abandoned"  # the reason for an answer that was lost, where the client asked again
+BESIDE = "Beside"  # thread of the first of two parallel calls; not a marker, so the second call counts
+ABORTED = "aborted"  # exclusion reason of a call whose connection was cut
+ABANDONED = "abandoned"  # exclusion reason of a lost reply that the client requested again
 LONG = (
     "This takes a while to say, because the connection is going to break before it is said: first a few"
     " words in plain letters, then some that are not (naïve café, 北京 を見る, ☂ 🚲), and then again the same"
@@ -28,45 +29,59 @@ LONG = (
 
 
 def marker(thread: str, step: int) -> str:
+    """Marker of a step of a thread."""
     return bracketed(f"{thread}-{step}")
 
 
 def bracketed(where: str) -> str:
+    """Marker with this content."""
     return f"[at {where}]"
 
 
 def shell(thread: str, step: int) -> str:
-    """A command whose output holds the marker; the command itself does not, and asks nothing of a shell."""
+    """Shell command that prints the marker but does not contain it."""
     return f"printf '[at %s-%d]\\n' {thread} {step}"
 
 
 def last_marker(text: str) -> str | None:
+    """Content of the last marker in a text; None without one."""
     markers = MARKER.findall(text)
     return markers[-1] if markers else None
 
 
 class ToolUse(Struct, frozen=True):
-    """A tool call the model makes."""
+    """Tool call of the model."""
 
     name: str
+    """Name of the tool."""
     arguments: dict[str, Any]
+    """Arguments of the call."""
 
 
 class ModelReply(Struct, frozen=True, kw_only=True):
+    """Reply of the scripted model."""
+
     text: str = ""
+    """Text; empty for none."""
     reasoning: str = ""
+    """Reasoning; empty for none."""
     uses: tuple[ToolUse, ...] = ()
+    """Tool calls in order."""
 
 
-Answer = ModelReply | Callable[[str], ModelReply]  # from the prompt, where the reply has to quote it
+Answer = ModelReply | Callable[[str], ModelReply]
+"""Reply, or a function from the prompt for replies that quote it."""
 
 
 class NetworkFault(StrEnum):
-    """What happens, once, to the request with a certain marker."""
+    """Fault of one request, injected once."""
 
-    REFUSE = "refuse"  # a 500 before any byte
-    CUT = "cut"  # the connection breaks while the model is sampling
-    LOSE = "lose"  # the answer is complete, and breaks off on its way to the client
+    REFUSE = "refuse"
+    """HTTP 500 before the gateway sees the request."""
+    CUT = "cut"
+    """The connection breaks while the model is sampling."""
+    LOSE = "lose"
+    """The connection breaks after the gateway has delivered the response."""
 
 
 FAULTS = {"main-3": NetworkFault.REFUSE, "main-4": NetworkFault.LOSE, "main-5": NetworkFault.CUT}
@@ -74,20 +89,20 @@ LEFT_OUT = {ABORTED: ("main-5",), ABANDONED: ("main-4",)}
 
 
 class Scenario(Struct, frozen=True, kw_only=True):
-    """The course of one client."""
+    """Script of one client run."""
 
     replies: Mapping[str, Answer]
-    """What the model says, by the marker of the request."""
+    """Replies by the marker of the request."""
     faults: Mapping[str, NetworkFault]
-    """What goes wrong, by the marker of the request."""
+    """Network faults by the marker of the request."""
     branches: int
-    """Committed leaves that the forest has in the end."""
+    """Expected number of committed leaves of the turn tree."""
     asides: Mapping[str, Answer] = {}
-    """What the model says to requests whose new messages hold a phrase."""
+    """Replies to requests whose new messages contain a phrase, by phrase."""
     excluded: Mapping[str, tuple[str, ...]] = {}
-    """The only calls that may stay untrained: reason to markers or phrases, one call for each."""
+    """Calls that may be excluded from training: markers or phrases by reason, one call each."""
     clean: bool = False
-    """Whether a broken stream just ends, without its last events, instead of resetting the connection."""
+    """Whether a broken stream ends without its last events instead of resetting the connection."""
 
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.faults) - set(self.replies)):
@@ -106,10 +121,22 @@ def steps(
     excluded: Mapping[str, tuple[str, ...]] = LEFT_OUT,
     clean: bool = False,
 ) -> Scenario:
-    """The common course: step by step to `last`, two calls at once in the first turn, a 500 at the third
-    step, a lost answer at the fourth, a cut at the fifth. `use(thread, n)` is a call whose result holds the
-    marker of step n. Only the call that is cut and the answer that is lost may stay untrained, unless
-    `excluded` says otherwise."""
+    """Common scenario: one tool call per step up to `last`.
+
+    By default the first turn makes two parallel calls, step 3 fails with a 500, step 4 loses its response,
+    and the connection is cut at step 5.
+
+    Args:
+        use: function from thread and step to a tool call whose result contains the marker of that step.
+        last: number of the last step.
+        branches: expected number of committed leaves of the turn tree.
+        parallel: whether the first turn makes two parallel calls.
+        instead: replies that replace or extend the common ones, by marker.
+        asides: replies to requests that contain a phrase, by phrase.
+        faults: network faults by marker; None for the common ones.
+        excluded: calls that may be excluded from training; by default the lost and the cut one.
+        clean: see `Scenario.clean`.
+    """
     replies: dict[str, Answer] = {}
     for n in range(last):
         text = LONG if n == 5 else "" if n % 3 == 2 else f"Step {n} is done – on to the next, naïvely ☂."

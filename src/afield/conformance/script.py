@@ -1,8 +1,9 @@
-"""Script of a scenario for the scripted engine.
+"""Engine script of a conformance scenario.
 
-Words are sampled as models sample them and tokenizers never would: split at random, in the middle of
-words and characters, differently on every call. What no scenario foresees is answered, so that the
-client ends, and noted, so that the run does not count.
+1. Replies are tokenized at random, also inside words and characters and differently on every call, as a model
+   samples and a tokenizer never encodes.
+2. A prompt outside the scenario gets a reply, so that the client ends, and is recorded as a surprise, which
+   fails the run.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from afield.conformance.model import CONTROL, MARKERS
 from afield.conformance.scenario import ModelReply, NetworkFault, Scenario, last_marker
 from afield.interfaces import GenerateRequest
 
-SLOW_S = 0.05  # before each chunk of a reply that is going to be cut
-SLOW_WHOLE_S = 6.0  # before one that is not streamed
+SLOW_S = 0.05  # delay before each chunk of a reply whose connection is cut
+SLOW_WHOLE_S = 6.0  # delay of such a reply without streaming
 LONGEST_PIECE = 16
 TURN = "<|im_start|>assistant\n"
 _SPECIAL = re.compile("|".join(re.escape(text) for text in (*CONTROL, *MARKERS)))
 
 
 class RandomTokenizer:
-    """Text to ids, another way each time."""
+    """Tokenizer that splits text at random into tokens of the vocabulary."""
 
     def __init__(self, vocabulary: Any) -> None:
         spelled = {n: vocabulary.piece(n) for n in range(vocabulary.size)}
@@ -36,6 +37,7 @@ class RandomTokenizer:
         self._pieces: dict[bytes, int] = {b: n for n, b in spelled.items() if b and n not in special}
 
     def sample(self, text: str, chance: random.Random) -> list[int]:
+        """Random token ids of a text; control tokens stay whole."""
         ids: list[int] = []
         at = 0
         for match in _SPECIAL.finditer(text):
@@ -56,9 +58,10 @@ class RandomTokenizer:
 
 
 class Script:
-    """A script for the scripted engine: a function from the call to the answer.
+    """Function from an engine call to a scripted reply.
 
-    `replies` and `places` keep what was said and at which marker or phrase, by the id of the engine's call.
+    `replies` and `places` hold the reply and its marker or phrase, by call id; `asked` counts the calls per
+    marker or phrase; `surprises` are prompts outside the scenario.
     """
 
     def __init__(self, scenario: Scenario, vocabulary: Any, family: TemplateFamily = CHATML) -> None:
@@ -96,6 +99,6 @@ class Script:
         return where, answer(prompt) if callable(answer) else answer
 
     def unsaid(self) -> list[str]:
-        """What the client should have asked for and did not."""
+        """Markers and phrases that the client never requested."""
         counts: Mapping[str, int] = self.asked
         return [where for where in (*self._scenario.replies, *self._scenario.asides) if not counts[where]]

@@ -1,7 +1,7 @@
-"""Conformance suite: runs real clients against a gateway and a scripted engine, and judges the record.
+"""Conformance suite: runs real clients against gateway and scripted engine.
 
-Each client gets a gateway, a session and folders of its own, and an environment that leads nowhere else.
-A client that cannot be installed is reported with the reason and is not ok.
+Each client gets its own gateway, session and directories, and no network access. `judge` and `oracle` check
+the session record. A client that cannot be installed fails with the reason.
 """
 
 from __future__ import annotations
@@ -34,20 +34,29 @@ FEWEST_TURNS = 8
 
 
 class GatewayUnderTest(Struct, frozen=True):
-    """A gateway that serves, and what is behind and before it."""
+    """Running gateway with its scripted engine and fault-injecting proxy."""
 
     gateway: Gateway
+    """Admin client of the gateway."""
     ledger: list[Any]
+    """Recorded engine calls (`RecordedCall`)."""
     script: Script
+    """Script of the engine."""
     faults: Faults
-    port: int  # of the faulty proxy
+    """Faults of the proxy and captured requests."""
+    port: int
+    """Loopback port of the proxy."""
     renderer: Renderer
+    """Renderer of expected prompts."""
 
 
 async def check(
     client: Client, cache: Path, folder: Path, path: str, family: TemplateFamily = CHATML
 ) -> Verdict:
-    """Install and run one client on one template family; keep everything it leaves in the folder."""
+    """Install and run one client on one template family; all its output stays in `folder`.
+
+    `path` is the PATH of the client's processes.
+    """
     try:
         programs = await asyncio.to_thread(client.install, cache)
         template = await asyncio.to_thread(family.source, cache)
@@ -81,7 +90,7 @@ async def check(
 
 
 def prompt_problems(up: GatewayUnderTest) -> list[str]:
-    """Where the engine's prompts are not what the client sent."""
+    """Differences between the engine's prompts and the client's requests."""
     return Oracle(up.renderer, up.faults.requests, up.ledger, up.script.replies).problems
 
 
@@ -89,6 +98,7 @@ def prompt_problems(up: GatewayUnderTest) -> list[str]:
 async def gateway(
     scenario: Scenario, folder: Path, family: TemplateFamily = CHATML, template: str = TEMPLATE
 ) -> AsyncIterator[GatewayUnderTest]:
+    """Run a gateway, its scripted engine and the proxy for one scenario."""
     model = write_model(folder / "model", template)
     script = Script(scenario, factory.vocabulary_of(model), family)
     engine = factory.load("engine", "scripted", factory.ENGINES)(script, max_context=MAX_CONTEXT)
@@ -98,20 +108,24 @@ async def gateway(
 
 
 class Serving(Struct, frozen=True):
-    """A gateway that serves on loopback, as its trainer sees it."""
+    """Running gateway on loopback."""
 
     gateway: Gateway
+    """Admin client of the gateway."""
     address: tuple[str, int]
+    """Host and port."""
     admin_key: str
+    """Key of the admin API."""
 
     @property
     def url(self) -> str:
+        """Base URL of the gateway."""
         return f"http://{self.address[0]}:{self.address[1]}"
 
 
 @asynccontextmanager
 async def serving(engine: Any, model: Path, folder: Path) -> AsyncIterator[Serving]:
-    """A gateway on a free port in front of one engine; its store is in the folder."""
+    """Run a gateway for one engine on a free port; its store is in `folder`."""
     async with factory.gateway_for(engine, model, folder / "store") as (client, address, admin_key):
         yield Serving(client, address, admin_key)
 
@@ -124,7 +138,7 @@ async def _drive(client: Client, stage: Stage, path: str, log: Path) -> list[str
 
 
 async def _settled(up: GatewayUnderTest, session_id: str) -> None:
-    """Calls whose client has left end a moment later."""
+    """Wait up to `SETTLE_S` seconds until the calls of disconnected clients have ended."""
     for _ in range(int(SETTLE_S / 0.1)):
         if not (await up.gateway.state(session_id)).dangling:
             return
@@ -132,7 +146,7 @@ async def _settled(up: GatewayUnderTest, session_id: str) -> None:
 
 
 def _course(scenario: Scenario, up: GatewayUnderTest, record: SessionRecord) -> list[str]:
-    """Whether the client was really led through all of it."""
+    """Problems of the run itself: unexpected prompts, unused replies or faults, too few turns."""
     problems = [f"a surprise: {surprise}" for surprise in up.script.surprises]
     problems += [f"never asked at {where!r}" for where in up.script.unsaid()]
     problems += [f"the fault at {at} never happened" for at in scenario.faults if at not in up.faults.fired]

@@ -1,4 +1,4 @@
-"""Coding agents with a command line of their own."""
+"""Conformance clients: command-line coding agents."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GO_ON = f"Go on from where you were. {marker('main', 8)}"
 
 
 def _so_far(prompt: str) -> ModelReply:
-    """A summary that says where the thread stands."""
+    """Summary that contains the last marker of the prompt."""
     return ModelReply(
         text=f"* Everything was done up to here – そこまで: {bracketed(last_marker(prompt) or '')}"
     )
@@ -72,7 +72,7 @@ def _claude_scenario() -> Scenario:
     summary = ModelReply(
         text="<analysis>\nShort – 短い.\n</analysis>\n<summary>\nSteps one to seven.\n</summary>"
     )
-    # The main thread, its sub-agent, the summary (which leaves out the last turn), and the new context.
+    # Branches: the main thread, its sub-agent, the summary (without the last turn), the new context.
     return steps(_claude_bash, instead=instead, asides={"Respond with TEXT ONLY": summary}, branches=4)
 
 
@@ -98,7 +98,7 @@ wire_api = "responses"
 [analytics]
 enabled = false
 """
-COMPACT_AT = 30_000  # tokens of the suite's own tokenizer: more than the opening prompt, less than MUCH
+COMPACT_AT = 30_000  # tokens of the suite's tokenizer: more than the first prompt, less than MUCH prints
 MUCH = "seq 10000 16000"
 
 
@@ -117,7 +117,7 @@ def _codex_exec(thread: str, step: int) -> ToolUse:
 
 
 def _codex_sub(prompt: str) -> ModelReply:
-    """The sub-agent's first step; or, in the thread that has just spawned it, the wait for its end."""
+    """First step of the sub-agent or, in the thread that spawned it, a call that waits for it."""
     if spawned := re.findall(r'"agent_id":\s*"([^"]+)"', prompt):
         return ModelReply(uses=(ToolUse("wait_agent", {"targets": spawned[-1:], "timeout_ms": 60_000}),))
     return ModelReply(text="I walk.", uses=(_codex_exec("sub", 1), _codex_exec("sub", 1)))
@@ -133,7 +133,7 @@ def _codex_scenario() -> Scenario:
         "main-6": ModelReply(text="Now for a lot of text.", uses=(much,)),
     }
     asides: dict[str, Answer] = {"CONTEXT CHECKPOINT COMPACTION": _so_far}
-    # Before the compaction, the sub-agent, the summary (asked for without tools), and after it.
+    # Branches: before the compaction, the sub-agent, the summary (requested without tools), after it.
     return steps(_codex_exec, instead=instead, asides=asides, branches=4)
 
 
@@ -143,7 +143,7 @@ CODEX = Client(name="codex", install=from_npm("codex"), commands=_codex, scenari
 # --- opencode ------------------------------------------------------------------------------------
 
 
-OPENCODE_LIMIT = {"context": 32_000, "output": 4096}  # the opening prompt fits, what MUCH prints does not
+OPENCODE_LIMIT = {"context": 32_000, "output": 4096}  # the first prompt fits, the output of MUCH does not
 
 
 def _opencode(stage: Stage) -> list[ClientCommand]:
@@ -191,7 +191,7 @@ def _opencode_scenario() -> Scenario:
         "You are a title generator": ModelReply(text="Steps, one by one"),
         "You are a context summarization agent": _so_far,
     }
-    # The title, before the compaction, the sub-agent, the summary, and after it.
+    # Branches: the title, before the compaction, the sub-agent, the summary, after it.
     excluded = {**LEFT_OUT, "side:opencode/title": ("You are a title generator",)}
     return steps(_opencode_bash, instead=instead, asides=asides, branches=5, excluded=excluded)
 
@@ -218,7 +218,7 @@ def _qwen_code(stage: Stage) -> list[ClientCommand]:
 
 
 def _shell_command(thread: str, step: int) -> ToolUse:
-    # It may miss the output of a command that ends at once.
+    # The sleep is needed because Qwen Code may miss the output of a command that ends at once.
     return ToolUse(
         "run_shell_command", {"command": f"{shell(thread, step)}; sleep 0.3", "is_background": False}
     )
@@ -228,7 +228,7 @@ QWEN_CODE = Client(
     name="qwen-code",
     install=from_npm("qwen-code"),
     commands=_qwen_code,
-    # After the cut it asks to go on from the part that arrived, and keeps both parts as one message.
+    # After the cut, Qwen Code requests a continuation and stores both parts as one message.
     scenario=steps(_shell_command, branches=2),
 )
 
@@ -256,8 +256,10 @@ def _gemini_shell(thread: str, step: int) -> ToolUse:
 
 
 def _gemini_scenario() -> Scenario:
-    """It ends when its connection is reset, and takes what arrived for the whole answer, unless it had
-    asked with words of the user."""
+    """Scenario with other faults: Gemini CLI exits when its connection is reset.
+
+    It also takes a broken stream for the whole reply, except after a user message.
+    """
     instead: dict[str, Answer] = {
         "main-0": ModelReply(text=LONG, uses=(_gemini_shell(BESIDE, 1), _gemini_shell("main", 1))),
         "main-5": ModelReply(text="Step 5 is done.", uses=(_gemini_shell("main", 6),)),
@@ -266,7 +268,7 @@ def _gemini_scenario() -> Scenario:
     }
     faults = {"main-3": NetworkFault.REFUSE, "main-0": NetworkFault.CUT, "main-8": NetworkFault.LOSE}
     excluded = {ABORTED: ("main-0",), ABANDONED: ("main-8",)}
-    # A session that is resumed has another context in front.
+    # A resumed session begins with another context, so it is a second branch.
     return steps(_gemini_shell, instead=instead, faults=faults, excluded=excluded, clean=True, branches=2)
 
 

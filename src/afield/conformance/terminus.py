@@ -1,7 +1,7 @@
-"""harbor's terminus-2, which types into a terminal and keeps the ids it is given.
+"""Conformance client terminus-2 (harbor), which types into a terminal.
 
-It calls no tools: its answers are JSON with keystrokes. What it kept of every turn (prompt ids, sampled
-ids, log-probabilities) has to be what the engine served.
+Terminus-2 calls no tools: replies are JSON with keystrokes. The rollout details that it stores (prompt ids,
+sampled ids, log-probabilities) must equal the engine's calls.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ timeout_sec = 360.0
 [environment]
 build_timeout_sec = 360.0
 """
-# In the client's own count: the opening and seven steps fit, what MUCH prints does not.
+# In tokens as the client counts them: seven steps fit, the output of MUCH does not.
 LIMITS = {"max_input_tokens": 7000, "max_output_tokens": 2000}
 THRESHOLD = 1000
 MUCH = "seq -s ' ' 1000 3000"
@@ -81,13 +81,13 @@ def _scenario() -> Scenario:
         before = ["true"] if n == 0 else [MUCH] if n == 6 else []
         replies[f"main-{n}"] = _typed(said, *before, shell("main", n + 1))
     replies["main-9"] = _typed("All steps are done. ✓", complete=True)
-    # What was typed last is forgotten by the summary; the answers say where to go on.
+    # The summary loses the last keystrokes, so the answers name the step to continue from.
     asides: dict[str, Answer] = {
         "The next agent has a few questions": ModelReply(text=f"1. Go on from {marker('main', 8)}."),
         "You are about to hand off your work": ModelReply(text="* Steps one to seven – 七つ."),
         "You are picking up work from a previous": ModelReply(text="1. Where do I go on?"),
     }
-    # The thread with its summary and answers, the questions, and the thread after the handover.
+    # Branches: the thread with its summary and answers, the questions, the thread after the handover.
     return Scenario(replies=replies, faults=FAULTS, asides=asides, branches=3, excluded=LEFT_OUT)
 
 
@@ -102,7 +102,7 @@ def _kept(stage: Stage, ledger: Sequence[ServedCall]) -> list[str]:
     strange = sum(turn not in served for turn in turns)
     problems = [f"{strange} of {len(turns)} turns terminus-2 kept are not what the engine served"]
     whole = sum(1 for entry in ledger if entry.token_ids)
-    # It never saw the answers that the proxy lost; each was sampled again, or given again.
+    # The client never saw the responses that the proxy lost; its retries got them again.
     lost = sum(fault is NetworkFault.LOSE for fault in FAULTS.values())
     missing = [f"terminus-2 kept {len(set(turns))} turns, the engine served {whole}"]
     return problems * bool(strange) + missing * (not whole - lost <= len(set(turns)) <= whole)
