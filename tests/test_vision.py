@@ -112,7 +112,7 @@ def apart(trainer: GRPO, groups: list[Group]) -> float:
     audit = BatchDiagnostics()
     trainer.optimizer.score(trainer.batch(groups).rows, audit)
     assert audit.tokens["diff"]
-    return audit.worst.by
+    return audit.worst.diff
 
 
 # --- the engine ------------------------------------------------------------------------------------

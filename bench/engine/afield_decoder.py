@@ -46,7 +46,7 @@ def fit(model: Any, ways: str = "") -> decode_kernels.KernelFit:
     }
     light = model.device.type == "cuda" if not ways else ways != "none"
     fitted = decode_kernels.fit(model, 12, light=light, ways=known[ways]() if ways in known else None)
-    assert fitted.off <= decode_kernels.TOLERANCE[model.dtype], fitted.off
+    assert fitted.off <= decode_kernels.ROUNDING[model.dtype], fitted.off
     return fitted
 
 

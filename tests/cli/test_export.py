@@ -46,7 +46,7 @@ def test_a_file_has_all_that_a_run_was_trained_on(
     assert isinstance(batch, Batch)
     recorded = [f for step in trained.steps() for f in trained.read_rollouts(step)]
     assert [r.rollout for r in batch.rollouts] == [f.rollout for f in recorded]
-    assert sum(s.owned for s in batch.samples) == sum(t.owned for f in recorded for t in f.trajectories) > 0
+    assert sum(s.owned for s in batch.rows) == sum(t.owned for f in recorded for t in f.trajectories) > 0
     assert told == {
         "out": str(out),
         "format": format,
@@ -55,7 +55,7 @@ def test_a_file_has_all_that_a_run_was_trained_on(
         "dropped_groups": 0,
         "rollouts": 8,
         "rows": len(made.nodes if isinstance(made, TreeBatch) else made.rows),
-        "sampled_tokens": sum(s.owned for s in batch.samples),
+        "sampled_tokens": sum(s.owned for s in batch.rows),
     }
     groups = to_groups(batch)
     assert [group.epoch for group in groups] == [0, 0, 1, 1]
@@ -111,7 +111,7 @@ def test_baselines_failures_and_dropped_groups_are_told_apart(
         ("b", False, False, 3),
         ("greedy", True, False, 3),
     ]
-    assert {s.rollout_id for s in batch.samples} == {"a"}
+    assert {s.rollout_id for s in batch.rows} == {"a"}
 
 
 @pytest.mark.parametrize(

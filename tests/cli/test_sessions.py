@@ -310,7 +310,7 @@ def nap_of(field: Field) -> tuple[Path, str, Path]:
 def test_kill_reaches_what_runs_elsewhere(field: Field, told: Told) -> None:
     run, url, mark = nap_of(field)
     options = {"folder": str(run), "url": url}
-    field.controller("test_sessions_cli:served", options, {"seconds": 600, "mark": str(mark)})
+    field.controller("tests.cli.test_sessions:served", options, {"seconds": 600, "mark": str(mark)})
     until(mark.exists, "the agent naps")
     assert told("kill", "r.1", "--run", "far")["ended"] == 1
     until(lambda: mark.read_text() == "cancelled", "the agent was cancelled")
@@ -323,7 +323,7 @@ def test_reap_ends_what_a_dead_controller_left_and_nothing_else(field: Field, to
     run, url, mark = nap_of(field)
     options = {"folder": str(run), "url": url}
     row = {"seconds": 600, "mark": str(mark)}
-    controller = field.controller("test_sessions_cli:served", options, row)
+    controller = field.controller("tests.cli.test_sessions:served", options, row)
     until(mark.exists, "the agent naps")
     assert told("cleanup")["sessions"] == []
     controller.send_signal(signal.SIGKILL)
@@ -346,7 +346,7 @@ def test_a_place_that_cannot_be_reached_is_told_and_its_sessions_stay(field: Fie
 def test_the_guard_waits_for_its_controller_to_be_gone(field: Field, told: Told) -> None:
     run, url, mark = nap_of(field)
     options = {"folder": str(run), "url": url}
-    controller = field.controller("test_sessions_cli:served", options, {"seconds": 600, "mark": str(mark)})
+    controller = field.controller("tests.cli.test_sessions:served", options, {"seconds": 600, "mark": str(mark)})
     guard = field.reaper(run, "--when-stdin-ends", "--grace-s", 1, "--json")
     until(mark.exists, "the agent naps")
     assert guard.poll() is None
@@ -363,14 +363,14 @@ def test_a_controller_that_takes_over_keeps_its_sessions(field: Field, told: Tol
     run, url, mark = nap_of(field)
     options = {"folder": str(run), "url": url}
     row = {"seconds": 600, "mark": str(mark)}
-    controller = field.controller("test_sessions_cli:served", options, row)
+    controller = field.controller("tests.cli.test_sessions:served", options, row)
     until(mark.exists, "the agent naps")
     controller.send_signal(signal.SIGKILL)
     controller.wait(20)
     guard = field.reaper(run, "--when-stdin-ends", "--grace-s", 30, "--json")
     assert guard.stdin and guard.stdout
     guard.stdin.close()
-    field.controller("test_sessions_cli:served", options, row)
+    field.controller("tests.cli.test_sessions:served", options, row)
     assert guard.wait(60) == 0
     assert json.loads(guard.stdout.read())["sessions"] == []
     assert mark.read_text() == ""

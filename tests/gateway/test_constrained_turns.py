@@ -87,7 +87,7 @@ async def test_gradient_uses_the_constrained_distribution(model: Path, tmp_path:
     for chunked in (True, False):
         updates = Optimizer(policy, lr=0.0)
         updates.zero_grad()
-        logprobs._plain[policy.model] = chunked  # the chunked head and the model's own logits agree
+        logprobs._linear[policy.model] = chunked  # the chunked head and the model's own logits agree
         (batch,) = updates.micro_batches(rows)
         micro_batches.token_logprobs(policy.model, batch).sum().backward()
         found[chunked] = torch.cat([p.grad.flatten().clone() for p in policy.trainable if p.grad is not None])

@@ -38,7 +38,7 @@ async def asked(python: Path, folder: Path) -> tuple[dict[str, Any], Any, str]:
         out, _ = await process.communicate()
         assert process.returncode == 0
         record = await up.client.finalize("r.1")
-        return json.loads(out), record, up.gateway.tokenizer.decode(engine.ledger[0].prompt_ids)
+        return json.loads(out), record, up.gateway.tokenizer.decode(engine.recorded[0].prompt_ids)
 
 
 @pytest.mark.parametrize("version", GENAI)

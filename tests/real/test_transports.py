@@ -99,13 +99,13 @@ class FilesAndQueue:
         notifier = transport.notifier
         if isinstance(notifier, RedisNotifier):
             client = notifier._client
-            rows = await client.xrange(notifier.place.stream_key(exp_id, "dead"))
+            rows = await client.xrange(notifier.server.stream_key(exp_id, "dead"))
             return [str(fields) for _, fields in rows]
         assert isinstance(notifier, NatsNotifier)
         stream = notifier._connection.jetstream()
-        info = await stream.stream_info(f"{notifier.place.name}-dead")
+        info = await stream.stream_info(f"{notifier.server.name}-dead")
         letters = [
-            await stream.get_msg(f"{notifier.place.name}-dead", n + 1) for n in range(info.state.messages)
+            await stream.get_msg(f"{notifier.server.name}-dead", n + 1) for n in range(info.state.messages)
         ]
         return [f"{one.data.decode()} {one.headers}" for one in letters]
 

@@ -65,5 +65,5 @@ async def test_a_conversation_with_images_is_rescored_exactly(
     trainer = GRPO(model, lr=1e-3)
     audit = BatchDiagnostics()
     trainer.optimizer.score(trainer.batch([group]).rows, audit)
-    assert audit.tokens["diff"] and audit.worst.by < 1e-4
+    assert audit.tokens["diff"] and audit.worst.diff < 1e-4
     assert trainer.step([group]).rollouts == 2

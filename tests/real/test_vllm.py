@@ -142,7 +142,7 @@ async def test_the_server_passes_the_probe(engine: VllmEngine) -> None:
     assert report.info.logprobs == "processed"
     assert report.info.exact_versions
     assert report.info.max_context == 2048
-    assert report.notes == ()
+    assert report.info.notes == ()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])

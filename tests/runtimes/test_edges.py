@@ -233,9 +233,9 @@ async def test_verifiers_take_no_turns_of_the_agents(tmp_path: Path) -> None:
         launches = 0
 
         @asynccontextmanager
-        async def launching(self) -> AsyncIterator[None]:
+        async def launch_slot(self) -> AsyncIterator[None]:
             self.launches += 1
-            async with super().launching():
+            async with super().launch_slot():
                 yield
 
     limiter = Counting()
@@ -346,7 +346,7 @@ def test_a_resumed_run_takes_what_the_file_and_the_command_say_of_one_place(tmp_
     run.write_tasks([Task("t", {})])
     file = tmp_path / "train.toml"
     file.write_text("[train.container]\nnetwork = 'mine'\n")
-    args = argparse.Namespace(config=file, resume=None, set=["container.user=me"], part="all")
+    args = argparse.Namespace(config=file, resume=None, set=["container.user=me"], role="all")
     config, _ = train.resume(run, args, Environment.read())
     assert (config.container.network, config.container.user) == ("mine", "me")
 

@@ -60,7 +60,7 @@ def rescored(model: Path, rows: Sequence[Trajectory], layout: LayoutName = "tree
     check_rows(made, vocabulary=policy.vocabulary, context=policy.context)
     audit = BatchDiagnostics()
     Optimizer(policy, lr=0.0).score(made, audit)
-    return audit.worst.by
+    return audit.worst.diff
 
 
 def trained(turns: Sequence[Turn]) -> tuple[Trajectory, ...]:

@@ -154,11 +154,11 @@ def _forget_dead(part: Part) -> None:
     try:
         for entry in roster.entries():
             if Session(part, entry).stale:
-                roster.strike(entry.session_id)
+                roster.remove(entry.session_id)
         orphaned = {entry.owner for entry in roster.entries()}
         for owner in roster.owners():
             if owner.alive is False and owner not in orphaned:
-                roster.leave(owner)
+                roster.remove_owner(owner)
     finally:
         roster.close()
 
@@ -274,7 +274,7 @@ def _signal(pid: int, number: int) -> None:
 def _strike(part: Part, session_id: str) -> None:
     roster = part.roster()
     try:
-        roster.strike(session_id)
+        roster.remove(session_id)
     finally:
         roster.close()
 
