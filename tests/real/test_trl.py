@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 SUITE = Path(__file__).parent / "trl_suite.py"
 EXAMPLE = ROOT / "examples" / "trl" / "train_async.py"
 LIMITED = ROOT / "examples" / "trl" / "train_sync.py"
-PAGE = ROOT / "docs" / "trl.md"
+PAGE = ROOT / "docs" / "how-to" / "trl.md"
 RUN_S = 1700
 LEAST = 15
 

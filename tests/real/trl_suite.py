@@ -258,12 +258,12 @@ def test_recorded_rollouts_give_the_same_gradient_through_trls_loss_and_ours(
 ) -> None:
     groups = near_the_policy([recorded(seed, name=f"g{seed}") for seed in seeds])
     recipe, lengths = RowConfig(weigh=aggregate), MeanLength()
-    samples = [
+    built = [
         sample
         for n, group in enumerate(groups)
         for sample in samples(group, recipe, number=n, base=0, lengths=lengths)
     ]
-    theirs, ours = by_trl(tmp_path, samples), by_afield(groups, aggregate, layout)
+    theirs, ours = by_trl(tmp_path, built), by_afield(groups, aggregate, layout)
     assert theirs.keys() == ours.keys()
     apart = math.sqrt(sum(float((theirs[n] - ours[n]).square().sum()) for n in ours))
     error = apart / math.sqrt(sum(float(g.square().sum()) for g in ours.values()))
@@ -379,7 +379,7 @@ def test_branches_versions_and_failures_arrive_and_a_dead_gateway_is_told_of(
     while not buffer.empty():
         buffer.get()
     told(worker, 300, lambda: any(s.model_version == 2 for s in list(buffer.queue)) or drain(buffer))
-    child = rollouts.worker._crew.start().child
+    child = rollouts.worker._collector.start().child
     assert child is not None
     os.kill(child._process.pid, signal.SIGKILL)
     with pytest.raises(Unavailable, match="the gateway ended with code"):
@@ -417,7 +417,7 @@ def test_arguments_that_cannot_work_are_refused(tmp_path: Path) -> None:
         Rollouts(arguments(tmp_path), minibatches=2, **how)
     shared = tmp_path / "shared.toml"
     shared.write_text('[train]\nminibatches = 2\n[train.learn]\ncredit = "turns"\n')
-    with pytest.raises(UsageError, match=r"learn\.credit = 'turns' .* one advantage for a whole row"):
+    with pytest.raises(UsageError, match=r"learn\.credit = 'turns' .* one advantage per row"):
         Rollouts(arguments(tmp_path), config=shared, **how)
     shared.write_text("[train.learn.rewards]\nfound = 1.0\n")
     with pytest.raises(UsageError, match=r"learn\.rewards are not weighed"):
@@ -457,7 +457,7 @@ def test_the_synchronous_trainer_learns_through_rollout_func(tmp_path: Path) -> 
     with SyncRollouts(args, agent=agent, model=POLICY, tasks=tasks, directory=tmp_path / "run") as rollouts:
         trainer = GRPOTrainer(model=str(POLICY), args=args, **rollouts.trainer_kwargs)
         trainer.train()
-        served = load_file(rollouts._crew.run.weights(2) / "model.safetensors")
+        served = load_file(rollouts._collector.run.weights(2) / "model.safetensors")
     steps = [line for line in trainer.state.log_history if "reward" in line]
     assert len(steps) == 2
     assert all(0 <= line["reward"] <= 1 for line in steps)

@@ -283,7 +283,7 @@ def test_remax_takes_a_turns_return_minus_the_greedy_sessions() -> None:
 def test_veRLs_agent_loop_refuses_credit_by_turns() -> None:
     made = veRL_config("+afield.agent=a.py:a", "+afield.credit=turns", "+afield.rewards.format=0.5")
     with pytest.raises(UsageError, match="takes one reward for a row"):
-        agent_loop._Shared().get(made, None)
+        agent_loop._SharedClient().get(made, None)
 
 
 # --- doors ---------------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ def test_veRLs_own_actor_inputs_give_the_sampled_log_probabilities(
             p for p in range(len(row.prompt_ids), len(ids)) if row.response_mask[p - len(row.prompt_ids)]
         ]
         own = [float(scores[n, p - 1, ids[p]]) for p in places]
-        told = [row.logprobs[p - len(row.prompt_ids)] for p in places]
+        told = [row.response_logprobs[p - len(row.prompt_ids)] for p in places]
         assert own == pytest.approx(told, abs=1e-4)
 
 

@@ -334,7 +334,7 @@ def test_a_gateway_of_the_job_that_ends_is_noticed_at_once_and_told_of(
     }
     own = OmegaConf.merge(config, {"afield": patient, "actor_rollout_ref": {"rollout": {"name": "afield"}}})
     made = Manager.create(config=own, reward_loop_worker_handles=[])
-    monkeypatch.setattr(agent_loop, "SHARED", agent_loop._Shared())
+    monkeypatch.setattr(agent_loop, "SHARED", agent_loop._SharedClient())
     given = agent_loop.SHARED.get(own, None)
     kill_all(str(tmp_path / "gateway" / "store-"))
     batch = asked([{"question": "?"}])
@@ -352,23 +352,23 @@ def test_a_gateway_of_the_job_that_ends_is_noticed_at_once_and_told_of(
     ray.kill(keeper)
 
 
-def kill_all(words: str) -> None:
-    """Processes whose command line has these words."""
-    found = [
-        int(path.name)
-        for path in Path("/proc").iterdir()
-        if path.name.isdigit() and words in said_by(path / "cmdline")
+def kill_all(path: str) -> None:
+    """Kill the processes that have a file open whose path starts with `path`."""
+    pids = [
+        int(process.name)
+        for process in Path("/proc").iterdir()
+        if process.name.isdigit() and any(file.startswith(path) for file in open_files(process))
     ]
-    assert found
-    for pid in found:
+    assert pids
+    for pid in pids:
         os.kill(pid, signal.SIGKILL)
 
 
-def said_by(file: Path) -> str:
+def open_files(process: Path) -> list[str]:
     try:
-        return file.read_text().replace("\0", " ")
+        return [str(link.readlink()) for link in (process / "fd").iterdir()]
     except OSError:
-        return ""
+        return []
 
 
 def test_rollouts_without_end_are_not_waited_for_for_ever(config: Any, tmp_path: Path) -> None:
@@ -409,8 +409,8 @@ def test_an_agent_loop_of_veRLs_gives_outputs_through_one_client_of_the_process(
     done, broke = asyncio.run(both())
     assert [(output.num_turns, output.reward_score) for output in done] == [(4, done[0].reward_score)] * 2
     assert broke == []
-    assert agent_loop.SHARED.made is not None
-    agent_loop.SHARED.made[1].close()
+    assert agent_loop.SHARED.opened is not None
+    agent_loop.SHARED.opened[1].close()
 
 
 def test_the_addresses_of_veRLs_own_rollout_servers_come_from_its_load_balancer(config: Any) -> None:

@@ -32,7 +32,7 @@ from support.paths import ROOT
 from support.tiny_model import build_tiny_model
 from support.training_groups import finished, forest, group, group_of
 
-PAGE = ROOT / "docs" / "how-to" / "embedded-trainer.md"
+PAGE = ROOT / "docs" / "how-to" / "own-loop.md"
 SHORT = Sampling(max_tokens=12)
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "the value of seven?"}]
 
