@@ -112,7 +112,7 @@ async def test_streaming_and_not_streaming_give_the_same_tokens(engine: Engine) 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_likeliest_tokens_of_greedy_calls_begin_with_the_sampled_one(
+async def test_the_top_logprobs_tokens_of_greedy_calls_begin_with_the_sampled_one(
     engine: Engine, stream: bool
 ) -> None:
     greedy = a_call(stream=stream, sampling=Sampling(temperature=0.0), top_logprobs=3)
@@ -144,7 +144,7 @@ async def test_a_prompt_is_scored_with_the_first_chunk(engine: Engine, stream: b
 async def test_more_log_probabilities_than_there_are_to_be_had_are_refused(engine: Engine) -> None:
     most = (await engine.info()).max_top_logprobs
     assert most == 20
-    with pytest.raises(ValueError, match="likeliest"):
+    with pytest.raises(ValueError, match="top_logprobs"):
         await answer(engine, a_call(top_logprobs=most + 1))
 
 
@@ -214,7 +214,7 @@ async def test_closing_early_abandons_the_call_and_the_engine_goes_on(engine: En
         ({"prompt_ids": tuple(range(128))}, "prompt of 128 ids; the context of 128 leaves room for 127"),
         ({"prompt_ids": (5, 400)}, "has the id 400; the vocabulary has 400"),
         ({"prompt_ids": (5, -1)}, "has the id -1"),
-        ({"max_tokens": 0}, "asks for 0 tokens"),
+        ({"max_tokens": 0}, "has max_tokens 0"),
     ],
 )
 async def test_a_call_that_cannot_be_answered_is_refused_by_name(
