@@ -258,7 +258,7 @@ def security(criteria: Criteria, cwd: Path) -> dict[str, Any]:
         ("files of a second user's", "tests/test_private_files.py"),
         ("workers and a second user", "tests/sdk/test_signed_invocations.py"),
         ("keys in /proc", "tests/test_process_secrets.py"),
-        ("warm parents", "tests/sandbox/test_import_prewarm.py"),
+        ("warm parents", "tests/local_sandbox/test_import_prewarm.py"),
     ):
         check_tests(criteria, name, file)
     return {"attacks": result}

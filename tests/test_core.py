@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from afield.advantages import compute_advantages, rewards_of
 from afield import errors, wire
+from afield.advantages import compute_advantages, rewards_of
 from afield.types import (
     Attempt,
     Failure,

@@ -230,9 +230,9 @@ def gateway(world: World) -> Iterator[str]:
 
 async def other_user(world: World, url: str, report: Report) -> None:
     """While a gateway, a worker, a served agent and a sandbox are up."""
+    from afield.local_sandbox.fork_server import ForkServer, new_socket_directory
+    from afield.local_sandbox.messages import Program
     from afield.runtimes.process import ProcessRuntime
-    from afield.sandbox.fork_server import ForkServer, new_socket_directory
-    from afield.sandbox.messages import Program
     from afield.settings.runtimes import ResourceLimits
 
     if os.geteuid() != 0:

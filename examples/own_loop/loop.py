@@ -7,13 +7,12 @@ import json
 import sys
 from pathlib import Path
 
-import afield.demo
 from afield.demo import shop
 from afield.demo.agents.openai_agent import SYSTEM, TOOLS
 from afield.factory.tuner import open_tuner
 from afield.trainers.tinker import SampledReply, Sampling, Tuner
 
-MODEL = Path(afield.demo.__file__).parent / "policy"
+MODEL = Path(shop.__file__).parent / "policy"
 HOW = Sampling(temperature=1.0, max_tokens=64)
 TASKS, REPLIES = 8, 16
 

@@ -346,7 +346,9 @@ def test_a_place_that_cannot_be_reached_is_told_and_its_sessions_stay(field: Fie
 def test_the_guard_waits_for_its_controller_to_be_gone(field: Field, told: Told) -> None:
     run, url, mark = nap_of(field)
     options = {"folder": str(run), "url": url}
-    controller = field.controller("tests.cli.test_sessions:served", options, {"seconds": 600, "mark": str(mark)})
+    controller = field.controller(
+        "tests.cli.test_sessions:served", options, {"seconds": 600, "mark": str(mark)}
+    )
     guard = field.reaper(run, "--when-stdin-ends", "--grace-s", 1, "--json")
     until(mark.exists, "the agent naps")
     assert guard.poll() is None

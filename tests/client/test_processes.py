@@ -182,19 +182,19 @@ import sys
 from pathlib import Path
 from afield.client import RolloutClient
 from afield.gateway.client import HttpGateway
-from afield.orchestrator.config import Plan
-from afield.orchestrator.state import RunDir
+from afield.orchestrator.config import RolloutConfig
+from afield.orchestrator.state import RunDirectory
 from afield.runtimes.process import ProcessRuntime
 from afield.transports.stores.files import FilesTransport
 
 agent, url, key, root = sys.argv[1:]
 root = Path(root)
 client = RolloutClient(
-    Plan(exp_id="exp", model_id="m"),
+    RolloutConfig(exp_id="exp", model_id="m"),
     gateway=HttpGateway(url, key),
     runtime=ProcessRuntime(agent, log_dir=root / "logs", workers=1),
     transport=FilesTransport(root / "outcomes"),
-    run=RunDir(root / "run"),
+    run=RunDirectory(root / "run"),
 )
 with client:
     futures = [client.submit({"marks": str(root / "marks"), "seconds": 60}, input_id=f"q{n}") for n in (1, 2)]

@@ -25,7 +25,7 @@ from agents.acting import act, nap
 from agents.invoking import EXP, invocation, payload
 from agents.places import ACTING, BOUND_S, Place, Spec, alive, pids, serving, until, waiting_for
 from agents.sink import Sink
-from support.paths import ROOT
+from support.paths import TESTS
 
 pytestmark = pytest.mark.anyio
 
@@ -290,7 +290,7 @@ async def test_nothing_is_left_after_the_controller_is_killed(tmp_path: Path, do
         textwrap.dedent(f"""
         import asyncio, sys
         from pathlib import Path
-        sys.path.insert(0, {str(ROOT)!r})
+        sys.path.insert(0, {str(TESTS)!r})
         from agents.invoking import invocation, payload
         from afield.runtimes.process import ProcessRuntime
         from afield.types import Attempt

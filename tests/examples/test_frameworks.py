@@ -137,7 +137,7 @@ def test_without_a_rollout_the_model_is_productions(where: Any, monkeypatch: pyt
 def test_what_is_no_rollout_is_said(make: Any) -> None:
     with pytest.raises(UsageError, match="needs model_id="):
         make({"question": "How much?"})
-    with pytest.raises(UsageError, match="context or payload, not from 'http://gateway'"):
+    with pytest.raises(UsageError, match="Context or payload, not 'http://gateway'"):
         make("http://gateway")
     # A broken rollout must not quietly become a call to production.
     with pytest.raises(WireError, match="api_key"):

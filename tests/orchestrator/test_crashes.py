@@ -96,7 +96,7 @@ def test_killing_the_trainer_and_resuming_trains_everything_exactly_once(tmp_pat
     counted = trained_rollouts(run)
     assert set(counted) == expected_rollouts(run)
     assert set(counted.values()) == {1}
-    with RunState(run.ledger) as ledger:
+    with RunState(run.run_state) as ledger:
         assert set(ledger.trained_rollouts()) == expected_rollouts(run)
         assert Counter(ledger.trained_rollouts().values()) == {1: 16, 2: 16, 3: 16}
     used = {f.outcome.session_id for step in run.steps() for f in run.read_rollouts(step)}

@@ -54,7 +54,7 @@ def test_a_state_that_cannot_be_read_is_set_aside_too(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     for step in (1, 2):
         run.checkpoint(step).mkdir(parents=True)
-        state = {"step": step, "version": step, "trained": [], "metrics": {}}
+        state = {"step": step, "version": step, "trained_rollouts": [], "metrics": {}}
         (run.checkpoint(step) / "state.json").write_text(json.dumps(state))
     (run.checkpoint(2) / "state.json").write_text('{"step": 2, "ver')
     state = run.last_state()

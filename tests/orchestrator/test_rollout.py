@@ -45,21 +45,21 @@ def state(**known: Any) -> SessionState:
 @pytest.mark.parametrize(
     ("deadlines", "progress", "seen", "now", "kind", "words"),
     [
-        ({"rollout_timeout_s": 5}, {"born": 0}, None, 6, INFRA, "with all its attempts"),
+        ({"rollout_timeout_s": 5}, {"rollout_started_at": 0}, None, 6, INFRA, "with all its attempts"),
         (
             {"first_call_timeout_s": 5},
-            {"launched": 0},
+            {"launched_at": 0},
             {"calls": 0},
             6,
             INFRA,
             "no model call in the first 5 s",
         ),
-        ({"idle_timeout_s": 5}, {"launched": 0}, {"idle_s": 5.5}, 50, INFRA, "no model call for"),
-        ({"attempt_timeout_s": 5}, {"launched": 0}, {"idle_s": 1}, 6, POLICY, "still being called"),
-        ({"attempt_timeout_s": 5}, {"launched": 0}, {"idle_s": 70}, 6, INFRA, "70 s ago"),
+        ({"idle_timeout_s": 5}, {"launched_at": 0}, {"idle_s": 5.5}, 50, INFRA, "no model call for"),
+        ({"attempt_timeout_s": 5}, {"launched_at": 0}, {"idle_s": 1}, 6, POLICY, "still being called"),
+        ({"attempt_timeout_s": 5}, {"launched_at": 0}, {"idle_s": 70}, 6, INFRA, "70 s ago"),
         (
             {"attempt_timeout_s": 5},
-            {"launched": 0, "waited": 3},
+            {"launched_at": 0, "queued_s": 3},
             {"idle_s": 1},
             8.1,
             POLICY,
@@ -67,24 +67,31 @@ def state(**known: Any) -> SessionState:
         ),
         (
             {"attempt_timeout_s": 5},
-            {"launched": 0, "waited": 50},
+            {"launched_at": 0, "queued_s": 50},
             {"idle_s": 1},
             10.1,
             INFRA,
             "stood in line for 50 s",
         ),
-        ({"attempt_timeout_s": 5}, {"launched": 0}, {"calls": 0}, 6, INFRA, "never called"),
-        ({"attempt_timeout_s": 5}, {"launched": 0}, None, 6, INFRA, "gateway cannot say"),
+        ({"attempt_timeout_s": 5}, {"launched_at": 0}, {"calls": 0}, 6, INFRA, "never called"),
+        ({"attempt_timeout_s": 5}, {"launched_at": 0}, None, 6, INFRA, "gateway cannot say"),
         (
             {"verifier_timeout_s": 5},
-            {"launched": 0, "completed": 1},
+            {"launched_at": 0, "completed_at": 1},
             {},
             7,
             INFRA,
             "after the session was completed",
         ),
-        ({"upload_timeout_s": 5}, {"launched": 0, "ended": 1}, {}, 7, INFRA, "ended without an outcome"),
-        ({"heartbeat_timeout_s": 5}, {"launched": 0}, {"unseen_s": 6.0}, 7, INFRA, "no sign of life"),
+        (
+            {"upload_timeout_s": 5},
+            {"launched_at": 0, "ended_at": 1},
+            {},
+            7,
+            INFRA,
+            "ended without an outcome",
+        ),
+        ({"heartbeat_timeout_s": 5}, {"launched_at": 0}, {"unseen_s": 6.0}, 7, INFRA, "no sign of life"),
     ],
 )
 def test_each_deadline_is_kept_and_says_so(
@@ -96,7 +103,7 @@ def test_each_deadline_is_kept_and_says_so(
     words: str,
 ) -> None:
     limits = Deadlines(**{"attempt_timeout_s": 1000.0, **deadlines})
-    where = Progress(**{"born": 0.0, **progress})
+    where = Progress(**{"rollout_started_at": 0.0, **progress})
     looked = state(**seen) if seen is not None else None
     failure = overdue_failure(limits, where, looked, now)
     assert failure and failure.kind is kind and words in failure.message

@@ -13,8 +13,8 @@ import pytest
 
 from afield.errors import UsageError
 from afield.gateway.store import GatewayStore
-from afield.sandbox.imports import import_closure
-from afield.sandbox.messages import Program
+from afield.local_sandbox.imports import import_closure
+from afield.local_sandbox.messages import Program
 from afield.types import Attempt, Rollout, Task
 from afield.wire import Submission, build_payload, invocation_for
 from support.gateways import POLICY

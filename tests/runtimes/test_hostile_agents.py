@@ -26,11 +26,11 @@ import pytest
 from afield.engines.scripted import ScriptedEngine
 from afield.errors import InfrastructureFailure
 from afield.interfaces import SessionSpec
+from afield.local_sandbox import cgroups
+from afield.local_sandbox.cgroups import PREFIX
+from afield.local_sandbox.messages import Program
 from afield.runtimes import invocations
 from afield.runtimes.sandbox import resolve_target
-from afield.sandbox import cgroups
-from afield.sandbox.cgroups import PREFIX
-from afield.sandbox.messages import Program
 from afield.types import Attempt
 from support.canaries import Canaries, watched
 from support.gateways import POLICY, running

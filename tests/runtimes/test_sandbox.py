@@ -13,8 +13,8 @@ from tests.contracts.runtime_contract import RuntimeContract
 
 from afield.errors import InfrastructureFailure, TaskFailure, UsageError
 from afield.interfaces.runtime import Phase
+from afield.local_sandbox import cgroups
 from afield.runtimes.sandbox import SandboxRuntime
-from afield.sandbox import cgroups
 from afield.settings.runtimes import ResourceLimits, SandboxOptions
 from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, Reason
@@ -117,7 +117,7 @@ from pathlib import Path
 
 @afield.agent
 def agent(task):
-    return float(sum(1 for found in TESTS.rglob("key")))
+    return float(sum(1 for found in Path(__file__).parent.rglob("key")))
 """
     script = written(tmp_path, source)
     written(tmp_path / "runs" / "earlier", "secret", "key")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from afield.sandbox.cgroups import PREFIX
-from afield.sandbox.fork_server import ForkServer, new_socket_directory
-from afield.sandbox.messages import Program
+from afield.local_sandbox.cgroups import PREFIX
+from afield.local_sandbox.fork_server import ForkServer, new_socket_directory
+from afield.local_sandbox.messages import Program
 from afield.settings.runtimes import ResourceLimits
 
 if shutil.which("bwrap") is None and os.environ.get("CI"):
@@ -66,6 +66,9 @@ def keeper_of(controller: int) -> int:
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == controller and b"afield.sandbox.supervisor" in (entry / "cmdline").read_bytes():
+            if (
+                parent == controller
+                and b"afield.local_sandbox.supervisor" in (entry / "cmdline").read_bytes()
+            ):
                 return int(entry.name)
     raise AssertionError(f"{controller} has no keeper")

@@ -149,7 +149,7 @@ async def test_a_job_is_not_deleted_for_another_of_its_name(
 
 
 async def test_a_deadline_fails_a_job_and_takes_its_pod(kube: FakeKube, http: aiohttp.ClientSession) -> None:
-    await said(http.post(JOBS, json=a_job(attempt_timeout_s=1, ttl_s=1)))
+    await said(http.post(JOBS, json=a_job(job_deadline_s=1, ttl_s=1)))
     [name] = kube.store.items["jobs"]
     ended = [{}]
 

@@ -27,10 +27,10 @@ from msgspec import Struct
 from afield.agentcore_local.http import Stream
 from afield.agentcore_local.images import AgentImage
 from afield.errors import AfieldError, InfrastructureFailure
+from afield.local_sandbox.fork_server import ForkServer
+from afield.local_sandbox.messages import Program
+from afield.local_sandbox.process import SandboxProcess
 from afield.process_tree import signal_group
-from afield.sandbox.fork_server import ForkServer
-from afield.sandbox.messages import Program
-from afield.sandbox.process import SandboxProcess
 from afield.settings.runtimes import ResourceLimits
 from afield.types import Reason
 

@@ -178,7 +178,7 @@ TRAINERS: dict[str, Backend] = {
 
 
 def _local_sandbox() -> Any:
-    from afield.sandbox.local_sandbox import LocalSandbox
+    from afield.local_sandbox.local_sandbox import LocalSandbox
 
     return LocalSandbox
 

@@ -28,14 +28,14 @@ from afield.errors import (
     WireError,
 )
 from afield.interfaces.runtime import Capabilities, Exit, Limit, SessionStatus
+from afield.local_sandbox import cgroups
+from afield.local_sandbox.fork_server import ForkServer, new_socket_directory
+from afield.local_sandbox.local_sandbox import address
+from afield.local_sandbox.messages import ProcessExit, Program
+from afield.local_sandbox.process import SandboxProcess
 from afield.log_tail import tail
 from afield.runtimes import invocations
 from afield.runtimes.base import AttemptTable, failed_exit
-from afield.sandbox import cgroups
-from afield.sandbox.fork_server import ForkServer, new_socket_directory
-from afield.sandbox.local_sandbox import address
-from afield.sandbox.messages import ProcessExit, Program
-from afield.sandbox.process import SandboxProcess
 from afield.settings.runtimes import SandboxOptions
 from afield.types import Attempt, Reason
 from afield.wire import Invocation

@@ -31,6 +31,7 @@ from typing import NoReturn
 import msgspec
 
 from afield.errors import Unavailable, UsageError, WireError, boundary
+from afield.local_sandbox.imports import prewarm
 from afield.process_tree import adopt_orphans, children, die_with_parent, kill_children, resident_mb
 from afield.runtimes.ray.messages import (
     FRAME,
@@ -43,7 +44,6 @@ from afield.runtimes.ray.messages import (
     StartSession,
     say,
 )
-from afield.sandbox.imports import prewarm
 from afield.sdk.runner import Runner
 from afield.sdk.serve import load
 from afield.types import Failure, FailureKind, Reason

@@ -14,8 +14,8 @@ import anyio
 import pytest
 
 from afield.errors import InfrastructureFailure, NotFound, UsageError
-from afield.sandbox.bwrap import WORK
-from afield.sandbox.messages import Program
+from afield.local_sandbox.bwrap import WORK
+from afield.local_sandbox.messages import Program
 from afield.settings.runtimes import ResourceLimits
 from agents.places import ACTING, serving, until
 from support.sandboxes import arguments_of_all, groups_left, keeper_of, needs_bubblewrap, nest_of, written
@@ -32,8 +32,8 @@ http.server.HTTPServer(("0.0.0.0", 8080), Handler).serve_forever()
 CONTROLLER = """
 import asyncio, sys
 from pathlib import Path
-from afield.sandbox.fork_server import Nest
-from afield.sandbox.messages import Program
+from afield.local_sandbox.fork_server import Nest
+from afield.local_sandbox.messages import Program
 from afield.settings.runtimes import ResourceLimits
 
 async def main():
@@ -51,8 +51,8 @@ asyncio.run(main())
 CHECK = """
 import asyncio, sys
 from pathlib import Path
-from afield.sandbox.fork_server import Nest
-from afield.sandbox.messages import Program
+from afield.local_sandbox.fork_server import Nest
+from afield.local_sandbox.messages import Program
 from afield.errors import UsageError
 from afield.settings.runtimes import ResourceLimits
 

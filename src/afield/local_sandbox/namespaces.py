@@ -14,9 +14,9 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from afield.sandbox import syscalls
-from afield.sandbox.bwrap import GROUP, HOSTS, IMAGE, PASSWD, SCRATCH, STAGE, sensitive
-from afield.sandbox.messages import Address
+from afield.local_sandbox import syscalls
+from afield.local_sandbox.bwrap import GROUP, HOSTS, IMAGE, PASSWD, SCRATCH, STAGE, sensitive
+from afield.local_sandbox.messages import Address
 from afield.settings.runtimes import ResourceLimits
 
 USER = 1000

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from afield.errors import InfrastructureFailure, NotFound, Unavailable
 from afield.interfaces.sandbox import MAX_DOWNLOAD_BYTES, ExecResult, build_argv, check_path, file_too_large
-from afield.sandbox.messages import Channel, Done, Exec, File, Kill, ProcessExit
+from afield.local_sandbox.messages import Channel, Done, Exec, File, Kill, ProcessExit
 from afield.types import Reason
 
 KEPT = 1024 * 1024

@@ -18,7 +18,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from afield.sandbox.syscalls import ALL_NEW, NEW_CGROUP, NEW_TIME, call
+from afield.local_sandbox.syscalls import ALL_NEW, NEW_CGROUP, NEW_TIME, call
 
 # Numbers of denied system calls by machine.
 _NUMBERS = {

@@ -12,9 +12,9 @@ from typing import Self
 
 from afield.errors import UsageError
 from afield.interfaces.sandbox import ExecResult
-from afield.sandbox.fork_server import ForkServer, new_socket_directory
-from afield.sandbox.messages import Program
-from afield.sandbox.process import EXEC_S, SandboxProcess
+from afield.local_sandbox.fork_server import ForkServer, new_socket_directory
+from afield.local_sandbox.messages import Program
+from afield.local_sandbox.process import EXEC_S, SandboxProcess
 from afield.settings.runtimes import SandboxOptions
 
 PLAIN = SandboxOptions()

@@ -22,8 +22,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from afield.errors import UsageError
-from afield.sandbox.imports import Closure, import_closure
-from afield.sandbox.messages import Program
+from afield.local_sandbox.imports import Closure, import_closure
+from afield.local_sandbox.messages import Program
 
 WORK = "/work"
 # Writable directories, separate for each sandbox. Mounts below them stay visible.
@@ -47,7 +47,7 @@ PASSWD = (
 )
 GROUP = "agent:x:1000:\nnogroup:x:65534:\n"
 HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
-RUN = "import sys; sys.path[:] = {path!r}; from afield.sandbox.fork_parent import main; main({fd})"
+RUN = "import sys; sys.path[:] = {path!r}; from afield.local_sandbox.fork_parent import main; main({fd})"
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 UNREADABLE_PROC = (
     "kallsyms",

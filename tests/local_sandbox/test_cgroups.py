@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from afield.local_sandbox import cgroups
 from afield.process_tree import start_time
-from afield.sandbox import cgroups
 from afield.settings.runtimes import ResourceLimits
 
 LIMITS = ResourceLimits(cpus=0.5, memory_mb=64, pids=10)

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from afield.errors import UsageError, boundary
-from afield.sandbox import serving, syscalls
-from afield.sandbox.bwrap import DEVICES, EMPTY, HIDDEN_PROC
-from afield.sandbox.imports import prewarm
-from afield.sandbox.init import live
-from afield.sandbox.messages import Load, Program, Start, Warm, receive, transmit
-from afield.sandbox.namespaces import USER
+from afield.local_sandbox import serving, syscalls
+from afield.local_sandbox.bwrap import DEVICES, EMPTY, HIDDEN_PROC
+from afield.local_sandbox.imports import prewarm
+from afield.local_sandbox.init import live
+from afield.local_sandbox.messages import Load, Program, Start, Warm, receive, transmit
+from afield.local_sandbox.namespaces import USER
 from afield.types import Failure, FailureKind, Reason
 
 

@@ -75,7 +75,7 @@ async def test_a_command_that_forks_without_end_is_late_and_leaves_nothing(each:
 async def test_a_file_larger_than_memory_should_hold_is_not_downloaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("afield.sandbox.process.MAX_DOWNLOAD_BYTES", 1_000_000)
+    monkeypatch.setattr("afield.local_sandbox.process.MAX_DOWNLOAD_BYTES", 1_000_000)
     async with sandbox() as place:
         assert (await place.exec("truncate -s 1000000 fits; truncate -s 100M holes")).ok
         assert len(await place.download("fits")) == 1_000_000

@@ -17,10 +17,10 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from afield.sandbox import namespaces, serving
-from afield.sandbox.bwrap import WORK
-from afield.sandbox.exec import Tasks
-from afield.sandbox.messages import (
+from afield.local_sandbox import namespaces, serving
+from afield.local_sandbox.bwrap import WORK
+from afield.local_sandbox.exec import Tasks
+from afield.local_sandbox.messages import (
     Exec,
     File,
     Go,
@@ -34,9 +34,9 @@ from afield.sandbox.messages import (
     receive,
     transmit,
 )
-from afield.sandbox.privileges import bear
-from afield.sandbox.seccomp import Notices
-from afield.sandbox.syscalls import PR_SET_DUMPABLE, prctl
+from afield.local_sandbox.privileges import bear
+from afield.local_sandbox.seccomp import Notices
+from afield.local_sandbox.syscalls import PR_SET_DUMPABLE, prctl
 
 POLL_S = 0.005
 LOG_BYTES = 1024 * 1024

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from afield.sandbox.messages import Done, Exec, File, Start, transmit
-from afield.sandbox.privileges import confine
-from afield.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, prctl
+from afield.local_sandbox.messages import Done, Exec, File, Start, transmit
+from afield.local_sandbox.privileges import confine
+from afield.local_sandbox.syscalls import PR_SET_CHILD_SUBREAPER, prctl
 
 CHUNK = 65_536
 KILL_S = 3.0

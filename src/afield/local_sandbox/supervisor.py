@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from afield.errors import Unavailable
-from afield.sandbox import cgroups
-from afield.sandbox.cgroups import Group, Groups
-from afield.sandbox.messages import (
+from afield.local_sandbox import cgroups
+from afield.local_sandbox.cgroups import Group, Groups
+from afield.local_sandbox.messages import (
     Channel,
     Done,
     Exec,
@@ -48,7 +48,7 @@ from afield.sandbox.messages import (
     pair,
     transmit,
 )
-from afield.sandbox.relay import Relay
+from afield.local_sandbox.relay import Relay
 from afield.settings.runtimes import ResourceLimits
 
 SETTLE_S = 5.0

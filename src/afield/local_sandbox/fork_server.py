@@ -23,10 +23,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from afield.errors import InfrastructureFailure, Unavailable, UsageError
-from afield.log_tail import tail
-from afield.process_tree import start_time
-from afield.sandbox.bwrap import BwrapArgs, environment, walls
-from afield.sandbox.messages import (
+from afield.local_sandbox.bwrap import BwrapArgs, environment, walls
+from afield.local_sandbox.messages import (
     PORT,
     Address,
     Channel,
@@ -42,7 +40,9 @@ from afield.sandbox.messages import (
     Warm,
     pair,
 )
-from afield.sandbox.process import SandboxProcess
+from afield.local_sandbox.process import SandboxProcess
+from afield.log_tail import tail
+from afield.process_tree import start_time
 from afield.settings.runtimes import ResourceLimits
 from afield.types import Reason
 
@@ -121,7 +121,7 @@ class ForkServer:
         try:
             with self._log.open("ab") as log:
                 self._keeper = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-P", "-m", "afield.sandbox.supervisor", str(theirs.fileno())),
+                    *(sys.executable, "-P", "-m", "afield.local_sandbox.supervisor", str(theirs.fileno())),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

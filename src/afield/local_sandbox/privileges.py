@@ -9,9 +9,9 @@ import socket
 import sys
 from pathlib import Path
 
-from afield.sandbox import seccomp as calls
-from afield.sandbox.messages import Start
-from afield.sandbox.syscalls import PR_SET_DUMPABLE, drop_privileges, prctl
+from afield.local_sandbox import seccomp as calls
+from afield.local_sandbox.messages import Start
+from afield.local_sandbox.syscalls import PR_SET_DUMPABLE, drop_privileges, prctl
 
 MB = 2**20
 

@@ -15,9 +15,9 @@ import anyio
 import pytest
 from anyio.abc import SocketAttribute, SocketStream
 
-from afield.sandbox.bwrap import WORK
-from afield.sandbox.messages import ProcessExit, Program
-from afield.sandbox.process import SandboxProcess
+from afield.local_sandbox.bwrap import WORK
+from afield.local_sandbox.messages import ProcessExit, Program
+from afield.local_sandbox.process import SandboxProcess
 from afield.settings.runtimes import ResourceLimits
 from support.sandboxes import arguments_of_all, needs_bubblewrap, nest_of, written
 
