@@ -32,13 +32,13 @@ http.server.HTTPServer(("0.0.0.0", 8080), Handler).serve_forever()
 CONTROLLER = """
 import asyncio, sys
 from pathlib import Path
-from afield.local_sandbox.fork_server import Nest
+from afield.local_sandbox.fork_server import ForkServer
 from afield.local_sandbox.messages import Program
 from afield.settings.runtimes import ResourceLimits
 
 async def main():
     directory, logs, mark = sys.argv[1:]
-    nest = Nest(Program(), ResourceLimits(), directory=Path(directory), log_dir=Path(logs))
+    nest = ForkServer(Program(), ResourceLimits(), directory=Path(directory), log_dir=Path(logs))
     async with nest:
         for n in range(3):
             cell = await nest.start(f"s{n}")
@@ -51,13 +51,13 @@ asyncio.run(main())
 CHECK = """
 import asyncio, sys
 from pathlib import Path
-from afield.local_sandbox.fork_server import Nest
+from afield.local_sandbox.fork_server import ForkServer
 from afield.local_sandbox.messages import Program
 from afield.errors import UsageError
 from afield.settings.runtimes import ResourceLimits
 
 async def main():
-    async with Nest(Program(), ResourceLimits(), directory=Path({directory!r}), log_dir=Path({logs!r})):
+    async with ForkServer(Program(), ResourceLimits(), directory=Path({directory!r}), log_dir=Path({logs!r})):
         pass
 
 try:
