@@ -1,1 +1,1 @@
-"""Test suites of other projects, run against the gateway in front of a model that follows rules."""
+"""Test suites of other projects, run against the gateway with a rule-based model."""

@@ -1,7 +1,7 @@
-"""A reply that a constraint allows, written along its grammar (a structural tag of xgrammar).
+"""Constrained replies of the rule-based model, from an xgrammar structural tag.
 
-Where the grammar leaves a choice the writer takes what the model would have said without it: the tools that
-the question is about, its thoughts, its words. Values of JSON schemas come from the question.
+Where the grammar leaves a choice, the writer follows the reply without a constraint: its tool calls,
+reasoning and text. Values of JSON schemas come from the question.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Element = dict[str, Any]
 
 
 def constrained(grammar: str, talk: PromptConversation, vocabulary: Any) -> str:
-    """Text that matches. ValueError for a grammar in EBNF, for which there are no rules."""
+    """Text that matches the grammar; raises ValueError for elements without a rule, such as EBNF."""
     return _Writer(talk, vocabulary).write(json.loads(grammar)["format"])
 
 
@@ -65,7 +65,7 @@ class _Writer:
         return self.write((fitting or others or options)[0])
 
     def _chosen(self, options: list[Element]) -> Element:
-        """The option that the question mentions, else the first."""
+        """Option that the question mentions, else the first."""
         words = [one.get("value") for one in options]
         if not all(isinstance(word, str) for word in words):
             return options[0]
@@ -75,7 +75,7 @@ class _Writer:
 
     @property
     def _again(self) -> bool:
-        """Whether the user wants something else than before."""
+        """Whether the user asks for another reply than before."""
         return bool(re.search(r"\b(?:another|different|disagree)\b", self._talk.question, re.I))
 
     def _optional(self, element: Element) -> str:
@@ -97,7 +97,7 @@ class _Writer:
             return json.dumps(self._arguments(name), ensure_ascii=False)
         if isinstance(schema, dict) and schema.get("type") == "object" and not schema.get("properties"):
             if shown := SHOWN.search(self._talk.question):
-                return shown[0]  # the user says what it looks like
+                return shown[0]  # an example in the user's message
             return json.dumps({word: f"some {word}" for word in self._values.quoted})
         return json.dumps(self._values.of(schema), ensure_ascii=False)
 
@@ -122,7 +122,7 @@ class _Writer:
 
 
 def _called(element: Element) -> set[str]:
-    """The names of the functions that an element may call."""
+    """Names of the functions that an element may call."""
     leaves = [leaf["value"] for leaf in _leaves(element) if leaf["type"] == "const_string"]
     return {json.loads(found[1]) for value in leaves if (found := CALL.search(value))}
 

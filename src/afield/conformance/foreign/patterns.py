@@ -1,4 +1,4 @@
-"""A short text that a regular expression matches: `example`."""
+"""Example strings for regular expressions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CATEGORIES = {"CATEGORY_DIGIT": "1234567890", "CATEGORY_WORD": "abcdefgh", "CATE
 
 
 def example(pattern: str, variant: int = 0) -> str:
-    """Another `variant` takes other branches and characters, where there are any."""
+    """Short text that matches the pattern; another `variant` chooses other branches and characters."""
     return _all(parser.parse(pattern), variant)
 
 

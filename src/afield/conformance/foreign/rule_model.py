@@ -1,13 +1,13 @@
-"""A deterministic model that follows rules: reads the prompt's tokens, answers in its template's own format.
+"""Rule-based model: deterministic replies in the template's own format.
 
-What it can do is what a small competent model does with plain requests:
+The model decodes the prompt's tokens and behaves like a small competent model on simple requests:
 
-1. calls the tools that the user's message names or is about, with arguments out of the message, several at
-   once where several are asked for, one after another where the message says "then";
-2. answers with the results when they are there;
-3. counts, repeats, remembers what the conversation says, and talks otherwise;
-4. writes what a constraint demands: a JSON document, one of several choices, a forced tool call;
-5. thinks first, unless the prompt says that it does not.
+1. It calls the tools that the user's message names or is about, with arguments from the message: in parallel,
+   or one after another if the message says "then".
+2. It replies with the tool results when they are present.
+3. It counts, repeats, recalls names, computes sums; otherwise it writes fixed sentences.
+4. It satisfies constraints: a JSON document, one of several choices, a forced tool call.
+5. It reasons first, unless the prompt turns reasoning off.
 """
 
 from __future__ import annotations
@@ -65,35 +65,49 @@ ONLY = re.compile(r"without any other text|only the (?:number|result|answer)", r
 
 
 class ToolSpec(Struct, frozen=True, kw_only=True):
+    """Tool in a prompt."""
+
     name: str
+    """Name of the tool."""
     description: str = ""
+    """Description; empty if the client sent none."""
     parameters: Mapping[str, Any] = {}
+    """JSON schema of the arguments."""
 
 
 class PromptMessage(Struct, frozen=True, kw_only=True):
-    """One message of the prompt; a user's entry may hold tool results instead of text."""
+    """Message in a prompt."""
 
     role: str
+    """Role in the prompt: system, user or assistant."""
     text: str = ""
+    """Text; empty for tool results."""
     uses: tuple[str, ...] = ()
+    """Names of the tools that an assistant message calls."""
     results: tuple[str, ...] = ()
+    """Tool results of a user message."""
 
 
 class PromptConversation(Struct, frozen=True, kw_only=True):
+    """Conversation decoded from a prompt."""
+
     entries: tuple[PromptMessage, ...]
+    """Messages in order, without the generation prompt."""
     tools: tuple[ToolSpec, ...] = ()
+    """Tools in the system message."""
     thinks: bool = True
+    """Whether the prompt leaves reasoning on."""
     prefix: str = ""
-    """Beginning of the answer that the prompt already has."""
+    """Beginning of the reply that the prompt already contains."""
 
     @property
     def question(self) -> str:
-        """What the user said last."""
+        """Text of the last user message."""
         return next((e.text for e in reversed(self.entries) if e.role == "user" and not e.results), "")
 
     @property
     def results(self) -> tuple[str, ...]:
-        """Tool results since the last message with words of the user."""
+        """Tool results since the last user message."""
         found: list[str] = []
         for entry in reversed(self.entries):
             if entry.role == "user" and not entry.results:
@@ -103,7 +117,7 @@ class PromptConversation(Struct, frozen=True, kw_only=True):
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Names of the tools called since the last message with words of the user."""
+        """Names of the tools called since the last user message."""
         found: list[str] = []
         for entry in reversed(self.entries):
             if entry.role == "user" and not entry.results:
@@ -112,7 +126,7 @@ class PromptConversation(Struct, frozen=True, kw_only=True):
         return tuple(found)
 
 
-# --- reading -------------------------------------------------------------------------------------
+# --- prompt --------------------------------------------------------------------------------------
 
 _CALL = re.compile(r"<tool_call>\n?(.*?)\n?</tool_call>", re.S)
 _RESULT = re.compile(r"<tool_response>\n(.*?)\n</tool_response>", re.S)
@@ -120,7 +134,7 @@ _THOUGHT = re.compile(r"^<think>\n(.*?)\n?</think>\n*", re.S)
 
 
 def read_prompt(vocabulary: Any, ids: Sequence[int]) -> PromptConversation:
-    """The conversation in a prompt. Control tokens are told by their ids, so that text may spell them."""
+    """Decode a prompt; control tokens are recognised by id, so that text may contain their literals."""
     start, end = vocabulary.id_of("<|im_start|>"), vocabulary.id_of("<|im_end|>")
     blocks: list[list[int]] = []
     for token in ids:
@@ -172,15 +186,15 @@ def _entry(role: str, text: str) -> PromptMessage:
     return PromptMessage(role=role, text=_CALL.sub("", text).strip(), uses=tuple(uses))
 
 
-# --- answering -----------------------------------------------------------------------------------
+# --- reply ---------------------------------------------------------------------------------------
 
 
 def reply_to(talk: PromptConversation) -> ModelReply:
-    """The reply when nothing is demanded of its form."""
+    """Reply without a constraint."""
     question = talk.question
     thought = f"The user says: {question[:60].strip()!r}. I answer by the rules."
     wanted = _wanted(question, talk.tools)
-    if not wanted and not talk.results:  # a tool that is there to answer with
+    if not wanted and not talk.results:  # a tool for the final answer
         wanted = [tool for tool in talk.tools if tool.description.lower().startswith("respond with")]
     open_calls = [tool for tool in wanted if tool.name not in talk.called]
     if open_calls and (not talk.called or _in_turn(question)):
@@ -193,7 +207,7 @@ def reply_to(talk: PromptConversation) -> ModelReply:
 
 
 def uses_of(tool: ToolSpec, question: str, several: bool = False) -> list[ToolUse]:
-    """Calls of one tool: one for each place that the question names, else one."""
+    """Calls of one tool: one for each place that the question names, else one call."""
     parameters = tool.parameters
     takes_place = any(
         place in name.lower() for name in parameters.get("properties", {}) for place in ("location", "city")
@@ -210,7 +224,7 @@ def _in_turn(question: str) -> bool:
 
 
 def _wanted(question: str, tools: Sequence[ToolSpec]) -> list[ToolSpec]:
-    """Tools that the question names, else those it is about."""
+    """Tools that the question names, else tools whose names share a word with it."""
     named = [tool for tool in tools if re.search(rf"(?<!\w){re.escape(tool.name)}(?!\w)", question)]
     if named:
         return sorted(named, key=lambda tool: question.index(tool.name))
@@ -228,6 +242,7 @@ def _stem(word: str) -> str:
 
 
 def words(talk: PromptConversation) -> str:
+    """Text reply: count, repetition, recalled name, sum, greeting or fixed sentences."""
     question = talk.question
     if found := COUNT.search(question):
         first, last = int(found[1]), int(found[2])
@@ -249,8 +264,12 @@ def words(talk: PromptConversation) -> str:
 
 
 class RuleModel:
-    """A script for the scripted engine: the same prompt gets the same tokens. In sessions of the names in
-    `silent` it never thinks."""
+    """Script of the rule-based model for the scripted engine; the same prompt gets the same tokens.
+
+    Args:
+        vocabulary: vocabulary of the model.
+        silent: ids of sessions without reasoning.
+    """
 
     def __init__(self, vocabulary: Any, silent: frozenset[str] = frozenset()) -> None:
         self._vocabulary = vocabulary
@@ -264,7 +283,7 @@ class RuleModel:
             talk = structs.replace(talk, thinks=False)
         chance = random.Random(str(call.prompt_ids))
         text = self._free(talk) if call.constraint is None else self._held(talk, call.constraint.grammar)
-        for control in (*CONTROL, IMAGE):  # words of the user's that are no tokens here either
+        for control in (*CONTROL, IMAGE):  # quoted user text must not become control tokens
             text = text.replace(control, control.strip("<|>"))
         return self._scripted(
             token_ids=(*self._sampler.sample(text, chance), *call.stop_ids[:1]),

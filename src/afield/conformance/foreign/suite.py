@@ -1,8 +1,9 @@
-"""A test suite of another project: how it is installed and run, and how its outcomes are judged.
+"""Foreign test suites: install, run and evaluate tests of other projects.
 
-A suite runs in variants (one per provider, thinking on or off, ...), each a command with a session of its
-own. The command appends one JSON line per test to the file `$AFIELD_SUITE_RESULTS`, `{"test", "outcome",
-"detail"}`, and a last line `{"finished": true}`. A command that ends without that line has failed.
+A suite runs in variants (one per provider, with or without reasoning), each a command with its own session.
+The command appends one JSON line per test to the file `$AFIELD_SUITE_RESULTS`,
+`{"test", "outcome", "detail"}`, and a last line `{"finished": true}`. A command that ends without that line
+has failed.
 """
 
 from __future__ import annotations
@@ -32,51 +33,63 @@ Outcome = Literal["passed", "failed", "skipped"]
 
 
 class CaseResult(Struct, frozen=True):
-    """One test as the suite reports it."""
+    """Result of one test, as the suite reports it."""
 
     test: str
+    """Name of the test, with its variant."""
     outcome: Outcome
+    """Whether the test passed, failed or was skipped."""
     detail: str = ""
+    """Reason of a failure or skip; empty if the suite reports none."""
 
 
 class ForeignSuite(Struct, frozen=True, kw_only=True):
-    """A suite of other people's tests."""
+    """Test suite of another project."""
 
     name: str
     """Name on the command line and in results."""
     install: Callable[[Path], Path]
-    """The folder of its programs, installed into the cache on demand."""
+    """Installs the suite into the cache directory; returns the directory of its programs."""
     command: Callable[[Stage, str], ClientCommand]
-    """How one variant is run."""
+    """Function from stage and variant to the command that runs it."""
     variants: tuple[str, ...] = ("",)
-    """Runs of the suite, each with a session of its own; names its tests unless empty."""
+    """Variants, each with its own session; the prefix of their test names unless empty."""
     silent: tuple[str, ...] = ()
-    """Variants in which the model does not think."""
+    """Variants without reasoning."""
     not_ours: Mapping[str, str] = {}
-    """Tests that fail for a reason that is not the gateway's: the test and the reason."""
+    """Expected failures that are not faults of the gateway: reason by test."""
     optional: bool = False
-    """Whether the suite may be left out where its source cannot be reached."""
+    """Whether the suite may be skipped if it cannot be installed."""
     timeout_s: float = 300.0
+    """Time limit of each variant, in seconds."""
 
 
 class SuiteResult(Struct, frozen=True, kw_only=True):
-    """What came of one suite. `problems` are failures that are the gateway's, or the suite's own."""
+    """Result of one suite."""
 
     passed: int = 0
+    """Number of passed tests."""
     failed: int = 0
+    """Number of problems."""
     skipped: int = 0
+    """Number of skipped tests; 1 for a skipped suite."""
     not_ours: Mapping[str, str] = {}
+    """Expected failures: reason by test."""
     problems: tuple[str, ...] = ()
+    """Unexpected failures, duplicate tests and stale entries of expected failures."""
     skips: Mapping[str, str] = {}
+    """Skipped tests: reason by test."""
     unavailable: str = ""
+    """Reason why the suite could not be installed; empty if it was."""
 
     @property
     def ok(self) -> bool:
+        """Whether there are no problems."""
         return not self.failed and not self.problems
 
 
 def judge(outcomes: Sequence[CaseResult], not_ours: Mapping[str, str]) -> SuiteResult:
-    """Count outcomes. A test that is not ours and does not fail is a stale entry, which is a failure."""
+    """Evaluate outcomes; an expected failure that does not fail is a problem too."""
     by_name = {tested.test: tested for tested in outcomes}
     counts = Counter(tested.test for tested in outcomes)
     problems = [f"{name}: reported {count} times" for name, count in counts.items() if count > 1]
@@ -104,7 +117,7 @@ def judge(outcomes: Sequence[CaseResult], not_ours: Mapping[str, str]) -> SuiteR
 
 
 async def check_suite(suite: ForeignSuite, cache: Path, folder: Path, path: str) -> SuiteResult:
-    """Install and run one suite; keep everything it leaves in the folder."""
+    """Install and run one suite; all its output stays in `folder`. `path` is the PATH of its processes."""
     try:
         programs = await asyncio.to_thread(suite.install, cache)
     except Unavailable as error:
@@ -118,7 +131,7 @@ async def check_suite(suite: ForeignSuite, cache: Path, folder: Path, path: str)
         max_context=MAX_CONTEXT,
         vocab_size=vocabulary.size,
         image_id=vocabulary.id_of(IMAGE),
-        model=model if find_spec("xgrammar") else None,  # what constraints are checked with
+        model=model if find_spec("xgrammar") else None,  # to check replies against constraints
     )
     outcomes: list[CaseResult] = []
     async with serving(engine, model, folder) as up:

@@ -1,4 +1,4 @@
-"""Every foreign suite, by name."""
+"""Registry of foreign test suites, by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from afield.errors import UsageError
 
 FILES = SCRIPTS / "suites"
 PYTEST = ("-q", "-c", os.devnull, "-p", "no:cacheprovider", "-p", "report_outcomes")
-# Clients that are kept between tests need the event loop that they were made in.
+# One event loop per session, because the tests reuse clients.
 ASYNC = (
     *("-o", "asyncio_mode=auto", "-o", "asyncio_default_test_loop_scope=session"),
     *("-o", "asyncio_default_fixture_loop_scope=session"),
@@ -25,7 +25,7 @@ ASYNC = (
 
 
 def _pytest(file: str, *options: str) -> Callable[[Stage, str], ClientCommand]:
-    """pytest over one file of ours, with the session in the environment."""
+    """Command that runs pytest on a file of `scripts/suites`, with the session in the environment."""
 
     def command(stage: Stage, variant: str) -> ClientCommand:
         argv = (str(stage.programs / "python"), "-m", "pytest", *PYTEST, *options, str(FILES / file))
@@ -35,6 +35,7 @@ def _pytest(file: str, *options: str) -> Callable[[Stage, str], ClientCommand]:
 
 
 def session(stage: Stage, variant: str) -> dict[str, str]:
+    """Environment variables of a suite's session."""
     return {
         "SUITE_BASE_URL": stage.base_url,
         "SUITE_API_KEY": stage.api_key,
@@ -75,7 +76,7 @@ VERCEL = ForeignSuite(
 
 
 def _install_openresponses(cache: Path) -> Path:
-    """The tests need nothing but zod, which they find beside them."""
+    """Install the tests, with a link to the npm packages they need."""
     source = git_files(cache, "openresponses", *OPENRESPONSES, ("bin", "src/lib", "src/generated"))
     modules = npm_environment(cache, "openresponses", NPM["openresponses"]).parent
     link = source / "node_modules"
@@ -106,7 +107,7 @@ OPEN_RESPONSES = ForeignSuite(
 
 # --- google-genai --------------------------------------------------------------------------------
 
-GENAI = {"2.34.0": "langgraph", "3.1.0": "inspect"}  # the environments that have these versions
+GENAI = {"2.34.0": "langgraph", "3.1.0": "inspect"}  # environments by version of google-genai
 
 
 def _install_genai(cache: Path) -> Path:
@@ -139,7 +140,7 @@ VERIFIERS = ForeignSuite(
 # --- vLLM ----------------------------------------------------------------------------------------
 
 VLLM_FILES = {
-    "plain": (  # tests of models that do not think
+    "plain": (  # tests of models without reasoning
         "openai/chat_completion/test_chat.py",
         "openai/chat_completion/test_chat_echo.py",
         "openai/completion/test_completion.py",
@@ -162,14 +163,14 @@ VLLM_BESIDE = (
 
 
 def _vllm_tests(cache: Path) -> Path:
-    """The folder of the tests."""
+    """Directory of vLLM's tests."""
     files = [f"entrypoints/{file}" for files in VLLM_FILES.values() for file in files]
     paths = [f"tests/{path}" for path in (*VLLM_BESIDE, *files)]
     return git_files(cache, "vllm-tests", *VLLM_TESTS, paths)
 
 
 def _vllm_python(cache: Path) -> Path:
-    """The tests import vLLM."""
+    """Interpreter with vLLM, which the tests import."""
     return python_environment(cache, "vllm", VLLM, without=VLLM_WITHOUT)
 
 
@@ -205,7 +206,7 @@ SUITES: dict[str, ForeignSuite] = {suite.name: suite for suite in _ALL}
 
 
 def chosen_suites(names: list[str]) -> list[ForeignSuite]:
-    """These suites, or all."""
+    """Suites with these names; all for an empty list."""
     for name in names:
         if name not in SUITES:
             raise UsageError(f"unknown suite {name!r}; choose from: {', '.join(SUITES)}")

@@ -1,7 +1,7 @@
-"""Values for a JSON schema, taken from what the user says where the schema leaves a choice.
+"""JSON values for a schema, taken from the user's text where possible.
 
-Tool arguments and structured answers of the rule-following model come from here. The values are made in the
-order of the schema's properties: each number and quoted word of the user's text is used once.
+The rule-based model uses them as tool arguments and structured replies. Values are made in the order of the
+schema's properties; each number and quoted word of the text is used once.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ PEOPLE = ("participant", "people", "person", "attendee", "names")
 EVENT = re.compile(r"\b(?:to|at|of) an? ([a-z][a-z ]*?)(?= on\b| at\b| in\b|[.,!?]|$)")
 SUM = re.compile(r"(-?\d+)\s*([+*x-])\s*(-?\d+)")
 RESULTS = ("result", "answer", "sum", "total")
-DEEP = 12  # levels after which an optional property of a recursive schema is left out
+DEEP = 12  # depth from which optional properties are omitted, for recursive schemas
 
 
 def computed(text: str) -> int | None:
-    """The value of the first sum or product of two numbers in a text."""
+    """Value of the first sum, difference or product of two integers in a text; None without one."""
     if not (found := SUM.search(text)):
         return None
     a, sign, b = int(found[1]), found[2], int(found[3])
@@ -43,7 +43,7 @@ def computed(text: str) -> int | None:
 
 
 def places(text: str) -> list[str]:
-    """Names of places in the order of the text: "in Paris and Rome" has two, "in Oslo, Norway" one."""
+    """Place names in a text, in order: "in Paris and Rome" has two, "in Oslo, Norway" one."""
     found: list[str] = []
     for match in PLACE.finditer(text):
         found.append(match[1].rstrip(".,?!'"))
@@ -52,7 +52,10 @@ def places(text: str) -> list[str]:
 
 
 class Values:
-    """Values for one request, from the user's text. `place` stands for every place that a schema asks for."""
+    """Source of values for one request, from the user's text.
+
+    `place` is the value of every place property; by default the first place in the text.
+    """
 
     def __init__(self, text: str, place: str = "") -> None:
         self._text = text
@@ -61,6 +64,7 @@ class Values:
         self._place = place or next(iter(places(text)), "")
 
     def of(self, schema: Mapping[str, Any], name: str = "", root: Mapping[str, Any] | None = None) -> Any:
+        """Value for a schema; `name` is the property's name, `root` the schema that `$ref`s refer to."""
         root = schema if root is None else root
         return self._value(schema, name, root, 0)
 
@@ -123,7 +127,7 @@ class Values:
         return next((value for value in values if str(value).lower() in said), values[0])
 
     def _variant(self, variants: list[Any], name: str) -> Any:
-        """The first that is not null; null where the text does without it ("no punchline")."""
+        """First variant that is not null; null if the text excludes the property ("no punchline")."""
         spelled = name.replace("_", " ").lower()
         if any(f"{word} {spelled}" in self._text.lower() for word in ("no", "without")):
             for variant in variants:

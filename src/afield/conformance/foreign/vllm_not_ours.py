@@ -1,4 +1,4 @@
-"""Tests of vLLM's server that fail against the gateway for a reason that is not a fault, with the reason."""
+"""Expected failures of vLLM's server tests against the gateway, with reasons."""
 
 from __future__ import annotations
 

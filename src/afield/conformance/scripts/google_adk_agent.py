@@ -1,6 +1,7 @@
-"""A Google ADK agent over the Gemini API that streams, asks a sub-agent, and goes on in its session.
+"""Google ADK agent over the Gemini API: streaming, sub-agent, resumed session.
 
-Run by the suite in the client's own environment, which names the API: google_adk_agent.py MODEL TASK GO_ON
+The suite runs it in the client's own environment, whose variables name the API:
+google_adk_agent.py MODEL TASK GO_ON
 """
 
 # pyright: reportMissingImports=false
@@ -40,7 +41,7 @@ async def main(model_id: str, task: str, go_on: str) -> None:
     config = RunConfig(streaming_mode=StreamingMode.SSE)
 
     async def say(text: str) -> Any:
-        """Go on after a broken line as from the beginning: what the session has is kept."""
+        """Send a message; after a connection error, run again on what the session has stored."""
         message: Any = types.Content(role="user", parts=[types.Part(text=text)])
         last = ""
         for _ in range(4):

@@ -1,6 +1,6 @@
-"""A LangGraph agent of two nodes that streams, asks a sub-graph, and goes on from a summary.
+"""LangGraph agent of two nodes: streaming, sub-graph, continuation from a summary.
 
-Run by the suite in the client's own environment: langgraph_agent.py BASE_URL KEY MODEL TASK GO_ON
+The suite runs it in the client's own environment: langgraph_agent.py BASE_URL KEY MODEL TASK GO_ON
 """
 
 # pyright: reportMissingImports=false

@@ -1,8 +1,8 @@
-"""A loop on LiteLLM that streams, calls tools in parallel, asks a sub-agent, and goes on later.
+"""Agent loop on LiteLLM: streaming, parallel tool calls, sub-agent, continuation.
 
-Run by the suite in the client's own environment:
+The suite runs it in the client's own environment:
 litellm_agent.py API_BASE KEY MODEL TASK GO_ON (keys | plain)
-With keys, every request has an idempotency key, the same in all tries.
+With keys, every request has an idempotency key, which its retries repeat.
 """
 
 # pyright: reportMissingImports=false
@@ -42,7 +42,7 @@ def main(api_base: str, key: str, model: str, task: str, go_on: str, keys: str) 
     litellm.suppress_debug_info = True
 
     def reply(messages: list[Any], tools: list[Any]) -> Any:
-        """Streamed; asked again whatever happens to the line."""
+        """Stream a reply; retries after any connection error."""
         headers = {"Idempotency-Key": str(uuid.uuid4())} if keys == "keys" else {}
         for attempt in range(4):
             try:

@@ -1,6 +1,6 @@
-"""A harbor environment that is a folder on this machine; run by the suite in harbor's own environment.
+"""Harbor environment in a local directory, for the terminus-2 client.
 
-Harbor's fixed places (/logs, /tests, ...) are moved below the folder in every command and path.
+Harbor's fixed paths (/logs, /tests, ...) are mapped below the directory in every command and path.
 """
 
 # pyright: reportMissingImports=false, reportIncompatibleMethodOverride=false
@@ -25,7 +25,7 @@ class LocalEnvironment(BaseEnvironment):
         pass
 
     async def start(self, force_build: bool) -> None:
-        # A short path, because the terminal's socket goes there.
+        # A short path, because the tmux socket is there.
         self._root = Path(tempfile.mkdtemp(prefix="afl-"))
         await self.exec("mkdir -p /logs/agent /logs/verifier /logs/artifacts /app", cwd="/")
 

@@ -1,6 +1,6 @@
-"""An OpenAI Agents SDK agent with a sub-agent for a tool, over Responses or Chat Completions.
+"""OpenAI Agents SDK agent with a sub-agent, over Responses or Chat Completions.
 
-Run by the suite in the client's own environment:
+The suite runs it in the client's own environment:
 openai_agents_agent.py BASE_URL KEY MODEL TASK GO_ON (responses | chat)
 """
 
@@ -41,7 +41,7 @@ async def main(base_url: str, key: str, model_id: str, task: str, go_on: str, ap
     )
 
     async def walk(history: Any) -> Any:
-        """Streamed. The SDK asks again by itself only before the first byte; after it, we do."""
+        """Run the agent with streaming; the SDK retries only before the first byte, this loop after it."""
         while True:
             streamed = Runner.run_streamed(agent, history, max_turns=30)
             try:

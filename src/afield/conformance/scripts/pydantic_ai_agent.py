@@ -1,6 +1,6 @@
-"""A Pydantic AI agent that does not stream, asks a sub-agent, and goes on with its history.
+"""Pydantic AI agent: no streaming, sub-agent, continuation with its history.
 
-Run by the suite in the client's own environment: pydantic_ai_agent.py BASE_URL KEY MODEL TASK GO_ON
+The suite runs it in the client's own environment: pydantic_ai_agent.py BASE_URL KEY MODEL TASK GO_ON
 """
 
 # pyright: reportMissingImports=false

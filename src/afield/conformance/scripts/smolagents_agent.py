@@ -1,6 +1,6 @@
-"""A smolagents agent that calls tools; it writes its history as prose, and manages a sub-agent.
+"""smolagents tool-calling agent with a managed sub-agent; sends its history as prose.
 
-Run by the suite in the client's own environment: smolagents_agent.py BASE_URL KEY MODEL TASK GO_ON
+The suite runs it in the client's own environment: smolagents_agent.py BASE_URL KEY MODEL TASK GO_ON
 """
 
 # pyright: reportMissingImports=false

@@ -1,6 +1,6 @@
-"""A Strands agent that streams, asks a sub-agent, and summarises its history halfway.
+"""Strands agent: streaming, sub-agent, summary of its history halfway.
 
-Run by the suite in the client's own environment: strands_agent.py BASE_URL KEY MODEL TASK GO_ON
+The suite runs it in the client's own environment: strands_agent.py BASE_URL KEY MODEL TASK GO_ON
 """
 
 # pyright: reportMissingImports=false

@@ -25,7 +25,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _name(node: str) -> str:
-    """The test, and its file where there are several."""
+    """Name of a test, with its file if there are several."""
     path, _, test = node.partition("::")
     test = test.rpartition("::")[2]
     return f"{Path(path).stem}/{test}" if len(files) > 1 else test
@@ -36,7 +36,7 @@ def _short(problem: object) -> str:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """A test is as bad as the worst of its setup, call and teardown."""
+    """Record a test's outcome: the worst of setup, call and teardown."""
     detail = ""
     if report.failed:
         crash = getattr(report.longrepr, "reprcrash", None)

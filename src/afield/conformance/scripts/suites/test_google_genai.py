@@ -1,4 +1,4 @@
-"""google-genai as people use it: every way to ask, in the line that is installed."""
+"""Tests of the installed google-genai SDK: every request type, against the gateway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inspect over its providers: evaluations with tools, and what a GenerateConfig can ask for."""
+"""Tests of Inspect's providers: evaluations with tools, and GenerateConfig options."""
 
 from __future__ import annotations
 
@@ -216,9 +216,9 @@ async def test_reasoning(provider: str) -> None:
 
 
 async def test_no_reasoning_unless_asked_for(provider: str) -> None:
-    silent = {"reasoning_tokens": 0} if provider == "google" else {}  # else Inspect asks Gemini for thoughts
+    silent = {"reasoning_tokens": 0} if provider == "google" else {}  # otherwise Inspect requests thoughts
     content = (await model_of(provider, **silent).generate("What is 3 + 4?")).message.content
-    if provider in ("anthropic", "google"):  # OpenAI's models reason anyway
+    if provider in ("anthropic", "google"):  # OpenAI's models always reason
         assert isinstance(content, str) or not any(isinstance(part, ContentReasoning) for part in content)
 
 
@@ -267,7 +267,7 @@ async def test_a_setting_is_honoured_or_refused_by_name(provider: str, field: st
     try:
         output: ModelOutput = await model_of(provider, **{field: FIELDS[field]}).generate("Hello")
     except PrerequisiteError as error:
-        pytest.skip(str(error))  # Inspect itself does not send it
+        pytest.skip(str(error))  # Inspect does not send it
     except Exception as error:
         text = str(error)
         camel = field.split("_")[0] + "".join(word.title() for word in field.split("_")[1:])

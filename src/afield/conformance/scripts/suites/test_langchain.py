@@ -1,4 +1,4 @@
-"""LangChain's standard tests over its chat models; $SUITE_VARIANT says which model and how it thinks."""
+"""LangChain's standard tests of chat models; $SUITE_VARIANT selects provider and reasoning."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ CLASS, PARAMS = {"anthropic": _anthropic, "google": _google}.get(PROVIDER, _chat
 
 @pytest.fixture(autouse=True)
 def local_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests fetch their picture from the internet; they get one from here."""
+    """Replace the image that the tests download by a local one."""
     monkeypatch.setattr(httpx, "get", lambda url, **_: SimpleNamespace(content=IMAGE))
 
 
@@ -65,7 +65,7 @@ class TestChatModel(ChatModelIntegrationTests):
 
     @property
     def supports_model_override(self) -> bool:
-        return PROVIDER != "google"  # its chat model takes none
+        return PROVIDER != "google"  # its chat model has no override
 
     @property
     def model_override_value(self) -> str:
@@ -73,7 +73,7 @@ class TestChatModel(ChatModelIntegrationTests):
 
     @property
     def has_tool_choice(self) -> bool:
-        """Anthropic takes no forced tool while the model thinks, and LangChain does not send it."""
+        """False for Anthropic with thinking, which does not allow a forced tool."""
         return not (PROVIDER == "anthropic" and ON)
 
     @property
@@ -108,10 +108,10 @@ class TestChatModel(ChatModelIntegrationTests):
         return full
 
     def test_thinking_is_shown_when_it_is_asked_for_and_only_then(self, model: Any) -> None:
-        """No part of LangChain's own tests."""
+        """Not part of LangChain's standard tests."""
         for answer in (model.invoke("What is 3 + 4?"), self._streamed(model, "What is 3 + 4?")):
             thoughts = [block for block in answer.content_blocks if block["type"] == "reasoning"]
-            if PROVIDER != "openai-chat":  # LangChain does not read reasoning out of Chat Completions
+            if PROVIDER != "openai-chat":  # LangChain ignores the reasoning of Chat Completions
                 assert bool(thoughts) == ON, answer.content_blocks
             assert answer.text == "3 + 4 = 7"
 

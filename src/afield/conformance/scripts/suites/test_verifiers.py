@@ -1,4 +1,4 @@
-"""verifiers: an evaluation of 20 rollouts with tools over one base URL lands in 20 sessions."""
+"""Tests of verifiers: 20 rollouts over one base URL give 20 sessions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def admin(path: str, body: Any = None) -> Any:
 
 @pytest.fixture(scope="module")
 def key() -> dict[str, Any]:
-    """A key that opens one session for each value of verifiers' header."""
+    """API key that opens one session per value of verifiers' session header."""
     made = admin("/keys", {"id": "eval", "session": {"sampling": {"max_tokens": 2048}}})
     os.environ["SUITE_HEADER_KEY"] = made["api_key"]
     return made

@@ -1,6 +1,6 @@
-"""pytest plugin: vLLM's own tests of its server, with the gateway in the server's place.
+"""pytest plugin: runs vLLM's server tests against the gateway.
 
-Tests that ask no server are left out: they are about vLLM's own classes. Adapters are served by name only.
+Tests that use no server are deselected: they test vLLM's own classes. Adapters exist only as model names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BASE, KEY = os.environ["SUITE_BASE_URL"], os.environ["SUITE_API_KEY"]
 
 
 class RemoteOpenAIServer:
-    """What the tests start a server with; it serves already."""
+    """Replacement of vLLM's test server: uses the running gateway."""
 
     DUMMY_API_KEY = KEY
 

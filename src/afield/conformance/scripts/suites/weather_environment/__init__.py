@@ -1,4 +1,4 @@
-"""A verifiers environment: questions about weather and sums, and an agent loop with tools."""
+"""verifiers environment: questions about weather and sums, with a tool-calling agent."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class WeatherData(vf.TaskData):
 class WeatherTask(vf.Task[WeatherData]):
     @vf.reward(weight=1.0)
     async def answered(self, trace: vf.Trace) -> float:
-        """Whether the last answer has what both tools gave."""
+        """Reward 1 if the last message contains the results of both tools."""
         text = str(trace.messages[-1].content)
         return float(f"sunny in {self.data.place}" in text and "42" in text)
 
