@@ -1,4 +1,4 @@
-"""Stochastic rounding of float32 weights to the dtype in which an engine serves them.
+"""Stochastic rounding of float32 weights to the dtype of an engine.
 
 An update of a few 1e-6 is far below the spacing of bfloat16, so rounding to the nearest value drops it.
 Stochastic rounding adds random bits below the kept mantissa and truncates: each weight is rounded up or down

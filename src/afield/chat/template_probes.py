@@ -1,4 +1,4 @@
-"""Probes of a chat template: tool-call format, reasoning, call ids, dates and message rules.
+"""Chat template probes: tool-call format, reasoning, call ids, date, message rules.
 
 1. A template has a tool-call format if the format's reader returns the calls that were rendered.
 2. A conversation counts as rendered if the template does not raise and shows every message and, with tools,

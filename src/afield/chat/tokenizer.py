@@ -1,4 +1,4 @@
-"""Chat tokenizer of one model: renders prompts to token ids and parses replies.
+"""Chat tokenizer: renders prompts to token ids and parses replies.
 
 `ChatTokenizer.load` reads a model directory: `tokenizer.json`, a chat template, and where present
 `tokenizer_config.json`, `config.json` and `generation_config.json`. The tokenizer is immutable and safe to

@@ -1,4 +1,4 @@
-"""Prompt oracle: renders each raw request and compares it with the engine's prompt.
+"""Prompt oracle: renders raw requests and compares them with engine prompts.
 
 The oracle shares no code with the gateway: `decoders` reads the requests, plain Jinja renders them with the
 model's template, and prompts are compared block by block (a block begins at the token `<|im_start|>`):

@@ -1,4 +1,4 @@
-"""Engine probe: checks that a worker keeps the engine contract before it is used.
+"""Engine probe: checks a worker against the engine contract before use.
 
 1. Raises UsageError, with the remedy, when the worker does not take token ids as sent, reports tokens without
    one finite log-probability each, ignores a stop id, streams other tokens than a whole reply has, or reports

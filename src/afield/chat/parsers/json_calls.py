@@ -1,4 +1,4 @@
-"""Readers of tool calls in JSON: one object, or a name and arguments.
+"""Readers of JSON tool calls: one object, or name and arguments.
 
 Arguments are streamed as they are sampled. A call is broken unless it has exactly the format: JSON by RFC
 8259, no duplicate key, a valid name, no lone surrogate.

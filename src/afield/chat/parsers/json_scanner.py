@@ -1,4 +1,4 @@
-"""Incremental JSON scanner: finds the end of a value, strictly by RFC 8259.
+"""Incremental JSON scanner (RFC 8259): finds the end of a value.
 
 Scanning is linear in the length of the value, whatever the size of the pieces. Nesting deeper than
 `MAX_DEPTH` fails. The scanner builds no objects: callers use the text itself.

@@ -1,4 +1,4 @@
-"""Reader of tool calls in tags, with one pair of tags per argument.
+"""Reader of XML-style tool calls, with tags for each argument.
 
 1. Values have no quotes, so the tool's schema decides between string and JSON; a value that does not have the
    schema's type is a string.

@@ -1,1 +1,1 @@
-"""Test suites of other projects, run against the gateway with a rule-based model."""
+"""Test suites of other projects, run against the gateway."""

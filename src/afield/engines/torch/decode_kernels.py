@@ -1,4 +1,4 @@
-"""Decode kernels: faster layers for decode steps, checked against plain torch before use.
+"""Decode kernels: faster layers for decode steps, verified against plain torch.
 
 1. `fit` sets the KV cache's attention. On CUDA it also replaces supported layers by versions with fewer
    kernel launches, and chooses the `DecodeKernels` of fixed steps: Triton's, else flash attention's.

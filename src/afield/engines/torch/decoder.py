@@ -1,4 +1,4 @@
-"""Continuous-batching decoder of the torch engine: runs calls step by step in the engine's thread.
+"""Continuous-batching decoder of the torch engine.
 
 1. A call is a list of ids: computed ones in the KV cache, then pending ones. A step computes pending ids,
    at most `prefill_tokens` for calls with more than one, and samples a token for every call that has none

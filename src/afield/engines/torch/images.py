@@ -1,4 +1,4 @@
-"""Image prompts of the torch engine: ids in the KV cache, and features of the vision tower.
+"""Image prompts of the torch engine: KV-cache ids and vision features.
 
 Each feature of an image has a negative id in the KV cache, made from the number of the image and the index of
 the feature, so prompts share a cached prefix only up to the first image that differs. Features are computed

@@ -1,4 +1,4 @@
-"""KV cache of the torch engine: slots of keys and values with prefix reuse.
+"""KV cache of the torch engine: slots with prefix reuse.
 
 1. A slot is one row of `[slots, length, heads, head_dim]` per layer, and the ids it was computed from. A
    call owns a slot while it runs; afterwards the slot keeps its ids, so that a prompt with the same prefix

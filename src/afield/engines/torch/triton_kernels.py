@@ -1,4 +1,4 @@
-"""Triton kernels of a decode step: rotate and store, attention, gated MLP, block sums.
+"""Triton decode kernels: rotary embedding and store, attention, gated MLP, sums.
 
 Each lane adds one id to one row of the KV cache `[rows, length, heads, size]`. The kernels read and write it
 in place, reading each key in use once; no shape depends on the number of keys. They round where the model's

@@ -1,4 +1,4 @@
-"""Model weights of the torch engine: load a model directory, read new weights, merge LoRA adapters.
+"""Model weights of the torch engine: loading, updates, LoRA merging.
 
 A model directory is what transformers saves: config.json, model.safetensors (or shards with an index) and
 tokenizer.json. A directory with a missing tensor, or one of another shape, raises UsageError with the

@@ -1,11 +1,12 @@
-"""LoRA adapters on a vLLM server: each version has its own name, such as `policy-v7`.
+"""LoRA adapters on a vLLM server, one per weight version.
 
-1. The server needs `--enable-lora`, `--max-loras` of at least 2 (the newest version and calls in flight) and
+1. Each version has its own adapter name, such as `policy-v7`.
+2. The server needs `--enable-lora`, `--max-loras` of at least 2 (the newest version and calls in flight) and
    VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.
-2. With more adapters than `--max-loras`, vLLM evicts one in use and reads it from its directory again, or
+3. With more adapters than `--max-loras`, vLLM evicts one in use and reads it from its directory again, or
    crashes if the directory is gone. So calls of the oldest versions are aborted first and continue with a
    newer version.
-3. Loading a version unloads the versions that no call uses.
+4. Loading a version unloads the versions that no call uses.
 """
 
 from __future__ import annotations

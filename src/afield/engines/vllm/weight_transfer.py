@@ -1,4 +1,4 @@
-"""Weight transfer to a vLLM server (NCCL, CUDA IPC), from the trainer's process.
+"""Weight transfer from a trainer to a vLLM server (NCCL, CUDA IPC).
 
 1. vLLM's trainer-side engines move the tensors; they call the four protocol methods of `VllmTransfer`.
 2. `VllmTransfer` pauses generation during the transfer and labels the version, so that no token is sampled
