@@ -79,15 +79,18 @@ def grammar(
 
 
 def sequence(*elements: Element | None) -> Element:
+    """Elements in order; None is skipped."""
     present = [element for element in elements if element is not None]
     return present[0] if len(present) == 1 else {"type": "sequence", "elements": present}
 
 
 def either(elements: Sequence[Element]) -> Element:
+    """One of the elements."""
     return elements[0] if len(elements) == 1 else {"type": "or", "elements": list(elements)}
 
 
 def maybe(element: Element) -> Element:
+    """Element or nothing."""
     return {"type": "optional", "content": element}
 
 
@@ -114,14 +117,17 @@ def _without(element: Element, *markers: str) -> Element:
 
 
 def regex(pattern: str) -> Element:
+    """Text that matches a regular expression."""
     return {"type": "regex", "pattern": pattern}
 
 
 def ebnf(source: str) -> Element:
+    """Text that matches an EBNF grammar."""
     return {"type": "grammar", "grammar": source}
 
 
 def choice(values: Sequence[str]) -> Element:
+    """One of the literal texts."""
     return either([{"type": "const_string", "value": value} for value in values])
 
 

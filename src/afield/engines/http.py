@@ -50,9 +50,11 @@ class IdleTimer:
             self._timer = self._loop.call_later(left, self._look)
 
     def hear(self) -> None:
+        """Restart the timeout."""
         self.heard = self._loop.time()
 
     def end(self) -> None:
+        """Stop the timer."""
         self._timer.cancel()
 
 
@@ -155,6 +157,7 @@ class EngineHttpClient:
         raise ValueError(message) if status in CALLERS_FAULT else Unavailable(message)
 
     def decode(self, data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+        """Decode a JSON body; raises Unavailable if it is invalid."""
         try:
             return decoder.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -212,6 +215,7 @@ class SseParser:
 
     @property
     def unfinished(self) -> bool:
+        """Whether an incomplete event is pending."""
         return bool(self._rest.strip())
 
 

@@ -33,8 +33,8 @@ from afield.wire import encode
 
 log = logging.getLogger("afield.engines")
 SURE = 0.1  # nats below 0 that still count as probability 1
-# Grammar of one letter after a text of 0 tokens: older xgrammar releases reject `max_tokens`. It has no token
-# ids, see `chat.reply_grammar`.
+# Grammar of one letter after a text of 0 tokens: older xgrammar releases do not support `max_tokens`. It has
+# no token ids, see `chat.reply_grammar`.
 PROBE = Constraint(
     grammar=encode(
         {
@@ -150,6 +150,10 @@ class RemoteEngine(ABC):
                         return
 
     async def load(self, version: int, path: str) -> None:
+        """Load full weights or an adapter from `path`; an empty path labels weights that are loaded already.
+
+        Full weights are loaded while generation is paused.
+        """
         self._entered()
         async with self._loading:
             await self._refresh()
@@ -184,13 +188,14 @@ class RemoteEngine(ABC):
                     await self._thaw()
 
     async def pause(self) -> None:
-        """Freeze running and new calls until `resume`."""
+        """Stop sampling of running and new calls until `resume`; no call ends."""
         self._entered()
         self._check_manageable("be paused")
         await self._freeze()
         self._held = True
 
     async def resume(self) -> None:
+        """Continue the calls that `pause` stopped."""
         self._entered()
         await self._thaw()
         self._held = False
@@ -387,6 +392,7 @@ class StreamError(Struct):
     """HTTP status that a response without streaming would have; None if the server sends none."""
 
     def as_error(self, url: str) -> Exception:
+        """ValueError if the caller is at fault, else Unavailable."""
         if self.code in CALLERS_FAULT:
             return ValueError(f"{url} refuses the call: {self.message}")
         return Unavailable(f"{url} failed in the middle of a reply: {self.message}")

@@ -153,7 +153,7 @@ class SglangEngine(RemoteEngine):
                 raise
 
     async def _check_listed(self, lease: AdapterLease | None) -> None:
-        """Raise Unavailable if a restarted server lost the adapter; it answers such calls with 400."""
+        """Raise Unavailable if a restarted server lost the adapter; its own error blames the caller."""
         if lease is not None and self._adapters.get(lease.version) not in await self._list():
             raise Unavailable(
                 f"{self.url} lost the adapter of version {lease.version}; was it started again?"

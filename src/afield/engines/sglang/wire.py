@@ -217,6 +217,7 @@ def _finish(finish: Finish, where: str) -> FinishReason:
 def body(
     call: GenerateRequest, limit: int, lease: AdapterLease | None = None, adapter: str = ""
 ) -> dict[str, Any]:
+    """Request body of `/generate`; `limit` is the maximum number of tokens."""
     sampling = call.sampling
     asked: dict[str, Any] = {
         "input_ids": call.prompt_ids,

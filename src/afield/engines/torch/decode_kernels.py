@@ -101,6 +101,7 @@ def flash_attend(
 
 
 def gate(gated: Tensor, up: Tensor) -> Tensor:
+    """SiLU gate of the MLP."""
     return silu(gated) * up
 
 

@@ -130,7 +130,7 @@ class DecodeCall:
     def __init__(self, ask: DecodeParams, sink: TokenSink, walker: ConstraintMatcher | None = None) -> None:
         self.ask, self.sink = ask, sink
         self.walker = walker
-        # CUDA graph steps sample without truncation and masks, so these calls are sampled again on the host.
+        # CUDA graph steps sample without truncation and masks; these calls are sampled again from the logits.
         self.redrawn = ask.truncated or walker is not None
         self.slot = -1
         self.length = len(ask.prompt_ids)
@@ -148,6 +148,7 @@ class DecodeCall:
         self.queued_s = 0.0
 
     def hand_over(self, finish: Finish | None) -> None:
+        """Send the collected tokens to the sink."""
         sampled = SampledTokens(tuple(self.tokens), tuple(self.logprobs), self.version, finish, self.queued_s)
         if self.tops:
             sampled = sampled._replace(top_logprobs=tuple(self.tops))
@@ -196,15 +197,18 @@ class Decoder:
 
     @property
     def idle(self) -> bool:
+        """Whether no call is running or waiting."""
         return not self._waiting and not self._running and self._launched is None
 
     @property
     def notes(self) -> tuple[str, ...]:
+        """Notes for `EngineInfo`."""
         refused = self.steps is not None and self.steps.refused
         return (*self._notes, refused) if refused else self._notes
 
     @property
     def requests(self) -> list[DecodeCall]:
+        """Running and waiting calls."""
         return [*self._running, *self._waiting]
 
     def add(self, request: DecodeCall) -> None:
@@ -229,6 +233,7 @@ class Decoder:
             self.images.forget()
 
     def step(self) -> None:
+        """Admit waiting calls, run one prefill and one decode step, and update the counters."""
         reused = self._admit()
         sampled = 0
         if (scored := next(filter(self._unscored, self._running), None)) is not None:

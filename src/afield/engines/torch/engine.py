@@ -240,6 +240,7 @@ class TorchEngine:
 
     @property
     def counters(self) -> Counters:
+        """Totals since the engine started."""
         return self._running().counters
 
     async def info(self) -> EngineInfo:
@@ -307,6 +308,7 @@ class TorchEngine:
         return walker
 
     async def load(self, version: int, path: str) -> None:
+        """Read weights or an adapter from `path` and swap them in between two steps."""
         async with self._loading:
             decoder = self._running()
             if not is_newer(version, decoder.version):

@@ -122,6 +122,7 @@ class KVCache(Cache):
 
     @property
     def length(self) -> int:
+        """Number of allocated ids per slot."""
         return self._ids.shape[1]
 
     # --- slots ------------------------------------------------------------------------------------
@@ -155,11 +156,13 @@ class KVCache(Cache):
         self._computed[slot] = 0
 
     def release(self, slot: int) -> None:
+        """Free a slot; its ids stay for prefix reuse."""
         self._clock += 1
         self._busy[slot] = False
         self._used[slot] = self._clock
 
     def append(self, slot: int, position: int, token: int) -> None:
+        """Add a sampled token to a slot, not yet computed."""
         self.make_room(position + 1)
         self._ids[slot, position] = token
         if self._mrope is not None:
@@ -178,9 +181,11 @@ class KVCache(Cache):
         return self._ids[rows, position], position
 
     def computed(self, slot: int) -> int:
+        """Number of computed ids of a slot."""
         return int(self._computed[slot])
 
     def advance(self, slots: Sequence[int], counts: Sequence[int]) -> None:
+        """Mark the next `counts` ids of `slots` as computed."""
         self._computed[list(slots)] += counts
 
     def forget(self) -> None:

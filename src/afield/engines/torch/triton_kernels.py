@@ -34,6 +34,7 @@ class Kernel(Protocol):
 
 
 def jit(body: Callable[..., Any]) -> Kernel:
+    """`triton.jit` with a type."""
     return triton.jit(body)
 
 
@@ -171,6 +172,7 @@ def _gate(gate, up, out, count, elements: tl.constexpr):
 
 
 def gate(gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU gate; see `decode_kernels.gate`."""
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
     count = gate.numel()
@@ -197,6 +199,7 @@ def _sums(
 
 
 def sums(logits: Tensor, temperature: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Softmax sums per block of tokens; see `sampler.Sums`."""
     rows, vocabulary = logits.shape
     blocks = triton.cdiv(vocabulary, block)
     tops, totals = torch.empty(2, rows, blocks, dtype=torch.float32, device=logits.device)

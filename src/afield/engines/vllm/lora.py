@@ -82,6 +82,7 @@ def is_tied(path: str) -> bool:
 
 
 def adapter_name(base: str, version: int) -> str:
+    """Adapter name of a version, such as `policy-v7`."""
     return f"{base}-v{version}"
 
 
@@ -120,6 +121,7 @@ class VllmAdapters:
         await self._tidy()
 
     async def make_room(self, ends: str) -> None:
+        """Abort the calls of the oldest versions so that the server's adapter limit is kept."""
         await self.end_calls(await self._ask_room(), ends)
 
     async def end_calls(self, room: int, ends: str) -> None:

@@ -64,6 +64,7 @@ class VllmTransfer:
         self._post("/init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
+        """Pause generation and start an update; resumes on failure unless earlier parts were sent."""
         if self._version is None:
             raise UsageError(f"{self.url}: say which version is sent, with `publishing`")
         self._post("/pause?mode=keep")
@@ -79,6 +80,7 @@ class VllmTransfer:
         self._post("/update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Finish the update, check the version label, reset the caches and resume generation."""
         version = weight_version or str(self._version)
         self._post("/finish_weight_update", {"weight_version": version})
         info = msgspec.json.decode(self._ask("GET", "/weight_info"))

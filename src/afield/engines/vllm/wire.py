@@ -186,6 +186,7 @@ def _prompt_tops(prompt_logprobs: PromptLogprobs) -> tuple[TopLogprobs, ...]:
 
 
 def generate_body(model: str, call: GenerateRequest, limit: int, ids: msgspec.Raw) -> dict[str, Any]:
+    """Request body of `/inference/v1/generate`; `limit` is the maximum number of tokens."""
     body: dict[str, Any] = {
         "model": model,
         "token_ids": ids,
@@ -203,6 +204,7 @@ def generate_body(model: str, call: GenerateRequest, limit: int, ids: msgspec.Ra
 
 
 def completions_body(model: str, call: GenerateRequest, limit: int, ids: msgspec.Raw) -> dict[str, Any]:
+    """Request body of `/v1/completions`; `limit` is the maximum number of tokens."""
     return {
         "model": model,
         "prompt": ids,
@@ -262,6 +264,7 @@ class PromptEncoder:
         self._held = 0
 
     def ids(self, call: GenerateRequest) -> msgspec.Raw:
+        """JSON array of the call's prompt ids."""
         if len(call.prompt_ids) < SHORT:
             return msgspec.Raw(_encode(call.prompt_ids))
         ids, text = self._known.pop(call.session_id, ((), b""))
