@@ -333,7 +333,7 @@ async def test_weights_of_another_model_are_not_loaded(
     async with running(engine, tmp_path, other) as up:
         assert engine.loaded == []
         assert await up.client.version() == 0
-    assert any("another-model is another model" in r.getMessage() for r in caplog.records)
+    assert any("weights are of another model" in r.getMessage() for r in caplog.records)
 
 
 class Strict(ScriptedEngine):

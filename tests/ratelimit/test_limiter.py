@@ -656,6 +656,6 @@ def test_a_file_that_cannot_be_kept_is_named(tmp_path: Path) -> None:
                 pass
 
     (tmp_path / "not-sqlite").write_bytes(b"x" * 5000)
-    for path in (tmp_path / "missing" / "limiter", tmp_path / "not-sqlite"):
-        with pytest.raises(UsageError, match=f"{path.name}.*local disk"):
-            asyncio.run(main(path))
+    for name, remedy in (("missing/limiter", "local disk"), ("not-sqlite", "restore a copy or remove it")):
+        with pytest.raises(UsageError, match=f"{name}.*{remedy}"):
+            asyncio.run(main(tmp_path / name))
