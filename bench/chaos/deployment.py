@@ -165,7 +165,7 @@ class Deployment:
             "rollouts": size.rollouts,
             "concurrency": size.concurrency,
             "run": self.run.name,
-            "part": part,
+            "role": part,
         }
         options = [word for name, value in values.items() for word in (f"--{name}", value)]
         return [sys.executable, *program, "train", AGENT, *options, "--json"]
