@@ -15,7 +15,7 @@ from afield.batches.rows import Batch
 from afield.batches.tree import TreeBatch, to_tree
 from afield.errors import UsageError
 from afield.turn_tree import TurnTree
-from afield.types import FinishReason, Group, RolloutResult
+from afield.types import Constraint, FinishReason, Group, RolloutResult
 from support.random_groups import branching, group
 from support.strategies import groups
 
@@ -265,3 +265,14 @@ def test_nodes_that_do_not_hang_together_are_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=says):
             TreeBatch(nodes=nodes, rollouts=tree.rollouts)
+
+
+def test_round_trip_keeps_the_constraint_of_a_turn() -> None:
+    result = branching("r", 1.0)
+    constraint = Constraint(grammar="{}", stop_ids=(2,))
+    turns = (structs.replace(result.turns[0], constraint=constraint), *result.turns[1:])
+    rows = trajectories.linear(TurnTree(turns)).trajectories
+    constrained = structs.replace(result, turns=turns, trajectories=rows)
+    (restored,) = to_groups(from_groups([group(constrained)]))[0].finished
+    assert [turn.constraint for turn in restored.turns] == [turn.constraint for turn in turns]
+    assert restored.trajectories == rows

@@ -245,6 +245,7 @@ def turns_of(nodes: Sequence[Node]) -> list[Turn]:
                 status=TurnStatus.COMMITTED,
                 sampling=turn.sampling,
                 tier=turn.tier,
+                constraint=turn.constraint,
             )
         )
     return turns

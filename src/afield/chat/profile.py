@@ -244,7 +244,7 @@ def cached_profile(
 def _code_version() -> list[str]:
     """Version and digest of the code that makes profiles; the version alone misses local edits."""
     code = hashlib.blake2b(digest_size=8)
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         code.update(path.read_bytes())
     families = importlib.metadata.version("renderers") if available() else "none"
     return [importlib.metadata.version("afield"), code.hexdigest(), families]
