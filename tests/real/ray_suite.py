@@ -341,7 +341,7 @@ async def test_a_killed_controller_takes_its_cluster_with_it(tmp_path: Path) -> 
             await sink.until_told("daemon", times=2)
             # Two agents of Ray's own notice the end of their node within a minute or so, and end then.
             started = [pid for pid in _descendants(process.pid) if "Agent" not in _named(pid)]
-            assert any("rayparent" in _named(pid) for pid in started)
+            assert any("fork_server" in _named(pid) for pid in started)
             assert any("raylet" in _named(pid) for pid in started)
         for what in ("beat", "daemon"):
             await sink.until_quiet(what)

@@ -14,7 +14,7 @@ from afield.conformance.environments import python_environment
 from afield.gateway.parameters import TABLE
 
 pytestmark = pytest.mark.real
-SCRIPT = Path(__file__).parent.parent / "sdk_parameters.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "sdk_parameters.py"
 
 
 def missing(python: Path) -> dict[str, list[str]]:
