@@ -246,7 +246,7 @@ async def patiently(call: Callable[[], Awaitable[T]], seconds: float = 150) -> T
                 await anyio.sleep(0.5)
 
 
-async def test_a_store_that_goes_away_is_named_and_waited_for(
+async def test_a_stopped_store_raises_unavailable_with_its_url_until_it_restarts(
     server: Get, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     backend = make("seaweedfs", server, monkeypatch, tmp_path)
@@ -261,7 +261,7 @@ async def test_a_store_that_goes_away_is_named_and_waited_for(
                 lambda: transport.fence(waiting(n=3), "late"),
                 lambda: transport.sweep([waiting()]),
             ):
-                with pytest.raises(Unavailable, match=f"{server('seaweedfs').url}.*is the endpoint right"):
+                with pytest.raises(Unavailable, match=f"{server('seaweedfs').url}.*check the endpoint and the credentials"):
                     await call()
         finally:
             server("seaweedfs").start()
@@ -325,8 +325,8 @@ async def test_a_queue_that_was_lost_is_made_again(
             assert await every_hint(transport, 1) == {Attempt("r", 2)}
 
 
-async def test_a_queue_that_is_not_there_is_named_at_the_start(tmp_path: Path) -> None:
+async def test_opening_a_transport_names_the_url_of_an_unreachable_queue(tmp_path: Path) -> None:
     [port] = free_ports(1)
     for notifier in (NatsNotifier(f"nats://127.0.0.1:{port}"), RedisNotifier(f"redis://127.0.0.1:{port}")):
-        with pytest.raises(Unavailable, match=rf"127\.0\.0\.1:{port}.*server running there"):
+        with pytest.raises(Unavailable, match=rf"127\.0\.0\.1:{port}.*start (nats|redis)-server there"):
             await StoreTransport(FilesStore(tmp_path), notifier).__aenter__()
