@@ -261,7 +261,9 @@ async def test_a_stopped_store_raises_unavailable_with_its_url_until_it_restarts
                 lambda: transport.fence(waiting(n=3), "late"),
                 lambda: transport.sweep([waiting()]),
             ):
-                with pytest.raises(Unavailable, match=f"{server('seaweedfs').url}.*check the endpoint and the credentials"):
+                with pytest.raises(
+                    Unavailable, match=f"{server('seaweedfs').url}.*check the endpoint and the credentials"
+                ):
                     await call()
         finally:
             server("seaweedfs").start()

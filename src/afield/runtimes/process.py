@@ -1,7 +1,7 @@
 """Process runtime: reused worker processes, or one process per attempt.
 
 1. A worker serves the agent with `afield.sdk.serve` and writes to a log file. It runs under a guard
-(`afield.sdk.guard`) that kills it and all its descendants when this process ends, even after SIGKILL.
+(`afield.sdk.parent_watch`) that kills it and all its descendants when this process ends, even after SIGKILL.
 2. A worker that dies fails its attempts, each with the tail of the log, and is replaced.
 3. A thread cannot be killed, so stopping an attempt retires its worker: it gets no new attempts and is killed
 when its other attempts have ended.
