@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -80,7 +81,7 @@ async def running(
     """A gateway that is served. `tries` is how often a call may break before it fails."""
     listener = listener or listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    tokens = ChatTokenizer.load(model)
+    tokens = tokenizer(model)
     pool = EnginePool({"engine": engine}, tries=tries)
     gateway = LocalGateway(
         tokenizer=tokens,
@@ -106,6 +107,12 @@ async def running(
         finally:
             server.cancel()
             await asyncio.gather(server, return_exceptions=True)
+
+
+@functools.cache
+def tokenizer(model: Path) -> ChatTokenizer:
+    """The chat tokenizer of a model directory; it is measured once per process."""
+    return ChatTokenizer.load(model)
 
 
 def vocabulary(model: Path = POLICY) -> Vocabulary:

@@ -84,7 +84,7 @@ class AttemptRunner:
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
-        self._chores = [tasks.create_task(chore) for chore in self._watcher.chores()]
+        self._watcher.start(tasks)
         self._endings: set[asyncio.Task[None]] = set()
 
     async def wait_for_teardown(self) -> None:
@@ -94,7 +94,8 @@ class AttemptRunner:
         await self._watcher.flush()
 
     def close(self) -> None:
-        for task in (*self._chores, *self._endings):
+        self._watcher.close()
+        for task in self._endings:
             task.cancel()
 
     def cancel(self, rollout_id: str, failure: Failure) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from afield.errors import Outage
@@ -115,10 +115,16 @@ class AttemptWatcher:
         self._until = 0.0
         self._hearing = asyncio.Lock()  # held from receiving hints until they are sorted
         self._silent_since: float | None = None  # start of the gateway's outage
+        self._tasks: list[asyncio.Task[None]] = []
+        self._flushing = False
 
-    def chores(self) -> tuple[Coroutine[None, None, None], ...]:
-        """The three background tasks of the watcher."""
-        return self._listen(), self._sweep(), self._watch()
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Start the three background tasks of the watcher."""
+        self._tasks = [tasks.create_task(work) for work in (self._listen(), self._sweep(), self._watch())]
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
 
     def inherit(self) -> None:
         """Make `flush` wait for hints that a dead collector leased."""
@@ -127,7 +133,10 @@ class AttemptWatcher:
     async def flush(self) -> None:
         """Acknowledge the hints of all decided attempts, including those leased by a dead collector."""
         clock = asyncio.get_running_loop().time
+        self._flushing = True  # the listener ends after its current wait
         try:
+            if not self._transport.held_s and self._tasks:
+                self._tasks[0].cancel()  # a hint that it has just received is still in `unacknowledged`
             while True:
                 wait_s = max(0.0, min(HINT_WAIT_S, self._until - clock()))
                 async with self._hearing:
@@ -168,7 +177,7 @@ class AttemptWatcher:
                 self.used.append(attempt)
 
     async def _listen(self) -> None:
-        while True:
+        while not self._flushing:
             try:
                 async with self._hearing:
                     await self._acknowledge()
