@@ -3,8 +3,10 @@
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +49,17 @@ def one_thread():
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("sharded") / "model", hidden=32, tied=True)
+
+
+@pytest.fixture
+def two_ranks(model_path: Path) -> Iterator[Callable[..., FSDPTrainer]]:
+    """Start trainers of two ranks; they end with the test, also when it fails."""
+    with ExitStack() as trainers:
+
+        def start(**settings: Any) -> FSDPTrainer:
+            return trainers.enter_context(closing(FSDPTrainer(model_path, devices=2, **settings)))
+
+        yield start
 
 
 def forest(rng: random.Random, stem: tuple[int, ...]) -> TurnTree:
@@ -112,10 +125,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_learn_what_one_process_learns(model_path, tmp_path, case):
+def test_two_ranks_learn_what_one_process_learns(model_path, tmp_path, two_ranks, case):
     settings = {**SETTINGS, **CASES[case]}
-    alone = GRPO(model_path, **settings)
-    ranks = FSDPTrainer(model_path, devices=2, **settings)
+    alone, ranks = GRPO(model_path, **settings), two_ranks(**settings)
     begin = weights(alone, tmp_path / "v0")
     for batch in BATCHES[:2]:
         one, two = alone.step(batch), ranks.step(batch)
@@ -130,21 +142,13 @@ def test_two_ranks_learn_what_one_process_learns(model_path, tmp_path, case):
     assert told is not None
     assert expected is not None
     assert told.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
-    ranks.close()
 
 
-@pytest.fixture
-def ranks(model_path) -> Iterator[FSDPTrainer]:
-    made = FSDPTrainer(model_path, devices=2, **SETTINGS)
-    yield made
-    made.close()
-
-
-def test_a_run_goes_on_bit_for_bit_and_with_another_number_of_devices(model_path, tmp_path, ranks):
+def test_a_run_goes_on_bit_for_bit_and_with_another_number_of_devices(model_path, tmp_path, two_ranks):
+    ranks, again = two_ranks(**SETTINGS), two_ranks(**SETTINGS)
     for batch in BATCHES[:2]:
         ranks.step(batch)
     ranks.save(tmp_path / "checkpoint")
-    again = FSDPTrainer(model_path, devices=2, **SETTINGS)
     again.restore(tmp_path / "checkpoint")
     alone = GRPO(model_path, **SETTINGS)
     alone.restore(tmp_path / "checkpoint")
@@ -156,22 +160,22 @@ def test_a_run_goes_on_bit_for_bit_and_with_another_number_of_devices(model_path
     assert apart(weights(alone, tmp_path / "alone"), expected) < 1e-6
     alone.save(tmp_path / "by one")
     ranks.restore(tmp_path / "by one")
-    again.close()
 
 
-def test_a_restored_run_has_its_own_settings_on_several_devices_too(model_path, tmp_path, ranks):
+def test_a_restored_run_has_its_own_settings_on_several_devices_too(model_path, tmp_path, two_ranks):
+    ranks = two_ranks(**SETTINGS)
     ranks.step(BATCHES[0])
     ranks.save(tmp_path / "checkpoint")
     settings = {**SETTINGS, "eps": 1e-2, "weight_decay": 0.5}
-    alone, two = GRPO(model_path, **settings), FSDPTrainer(model_path, devices=2, **settings)
+    alone, two = GRPO(model_path, **settings), two_ranks(**settings)
     for trainer in (alone, two):
         trainer.restore(tmp_path / "checkpoint")
         trainer.step(BATCHES[1])
     assert apart(weights(two, tmp_path / "two"), weights(alone, tmp_path / "one")) < 1e-6
-    two.close()
 
 
-def test_what_is_refused_leaves_the_ranks_as_they_were(tmp_path, ranks):
+def test_what_is_refused_leaves_the_ranks_as_they_were(tmp_path, two_ranks):
+    ranks = two_ranks(**SETTINGS)
     ranks.step(BATCHES[0])
     before = weights(ranks, tmp_path / "before")
     with pytest.raises(UsageError, match="more than once"):
@@ -185,7 +189,8 @@ def test_what_is_refused_leaves_the_ranks_as_they_were(tmp_path, ranks):
     ranks.step(BATCHES[1])
 
 
-def test_a_rank_that_dies_is_an_error_that_says_so(ranks):
+def test_a_rank_that_dies_is_an_error_that_says_so(two_ranks):
+    ranks = two_ranks(**SETTINGS)
     victim = ranks._ranks[1].process
     os.kill(victim.pid, signal.SIGKILL)
     with pytest.raises(Unavailable, match=r"rank 1 of 2 failed: it was killed by SIGKILL; .*checkpoint"):
@@ -201,12 +206,12 @@ def test_a_model_that_is_not_there_is_named_as_by_one_process(tmp_path):
 
 
 @pytest.mark.parametrize("lora", [None, "merged", "adapter"])
-def test_ranks_publish_the_bits_of_one_process(model_path, tmp_path, lora):
+def test_ranks_publish_the_bits_of_one_process(model_path, tmp_path, two_ranks, lora):
     settings = {**SETTINGS, "seed": 4}
     if lora:
         settings["lora"] = LoraOptions(rank=4, alpha=8, publish=lora)
     alone = GRPO(model_path, **settings)
-    with_ranks = FSDPTrainer(model_path, devices=2, **settings)
+    with_ranks = two_ranks(**settings)
     alone.step(BATCHES[0])
     alone.save(tmp_path / "saved")
     with_ranks.restore(tmp_path / "saved")  # the very same masters
@@ -221,4 +226,3 @@ def test_ranks_publish_the_bits_of_one_process(model_path, tmp_path, lora):
     assert told[1] == pytest.approx(told[0], rel=1e-4)
     witnesses = [read_weight_probe(tmp_path / where) for where in ("one", "two")]
     assert witnesses[1].logprobs == pytest.approx(witnesses[0].logprobs, abs=1e-4)
-    with_ranks.close()

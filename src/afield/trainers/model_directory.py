@@ -5,6 +5,7 @@ A directory is written under a temporary name and renamed, so that it is never h
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import tempfile
@@ -87,7 +88,16 @@ def replaced(directory: Path) -> Iterator[Path]:
         with _replaced(directory) as fresh:
             yield fresh
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a full disk
-        raise Unavailable(f"{directory} cannot be written: {error}; is there room on the disk?") from error
+        raise Unavailable(f"{directory} cannot be written: {error}; {_remedy(error)}") from error
+
+
+def _remedy(error: OSError | RuntimeError) -> str:
+    """What to do about a failed write."""
+    if not isinstance(error, OSError) or error.errno in (None, errno.ENOSPC, errno.EDQUOT):
+        return "is there room on the disk?"
+    if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+        return "another process wrote it at the same time; let one process write it"
+    return "check the path and its permissions"
 
 
 @contextmanager

@@ -302,8 +302,8 @@ class ShardedOptimizer(Optimizer):
 class ShardedGRPO(GRPO):
     """The GRPO trainer of one rank."""
 
-    policy_kind = ShardedPolicy
-    updates_kind = ShardedOptimizer
+    model_class = ShardedPolicy
+    optimizer_class = ShardedOptimizer
 
     def publish_as(self, directory: Path, version: int, dtype: str) -> dict[str, float]:
         return self.publish(directory, version=version, dtype=dtype)
