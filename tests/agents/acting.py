@@ -5,6 +5,7 @@ lives, ten times a second, until nobody answers: `python acting.py URL SESSION W
 """
 
 import asyncio
+import contextlib
 import http.client
 import json
 import os
@@ -65,25 +66,33 @@ async def nap(task: dict) -> float:
 
 
 def tell(url: str, session_id: str, what: str) -> bool:
-    """Whether somebody took it."""
-    parts = urlsplit(url)
-    body = json.dumps({"session_id": session_id, "what": what, "pid": os.getpid()})
-    link = http.client.HTTPConnection(parts.netloc, timeout=10)
-    try:
-        link.request("POST", parts.path, body, {"Content-Type": "application/json"})
-        return link.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        link.close()
+    """Report to the sink; returns whether it answered."""
+    with contextlib.closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=10)) as connection:
+        return _report(connection, url, session_id, what)
 
 
 def beat(url: str, session_id: str, what: str = "beat") -> None:
-    """Some failures in a row are bad luck; many are the end of the test."""
+    """Report every BEAT_S seconds, over one connection that closes with this process.
+
+    Ends after five failures in a row.
+    """
     missed = 0
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=10)
     while missed < 5:
-        missed = 0 if tell(url, session_id, what) else missed + 1
+        missed = 0 if _report(connection, url, session_id, what) else missed + 1
         time.sleep(BEAT_S)
+
+
+def _report(connection: http.client.HTTPConnection, url: str, session_id: str, what: str) -> bool:
+    body = json.dumps({"session_id": session_id, "what": what, "pid": os.getpid()})
+    try:
+        connection.request("POST", urlsplit(url).path, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        response.read()
+        return response.status == 200
+    except (OSError, http.client.HTTPException):
+        connection.close()
+        return False
 
 
 def _rest(task: dict) -> None:

@@ -5,8 +5,9 @@ It needs nothing of a place but that it can reach an address: no shared files, n
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import anyio
@@ -20,8 +21,11 @@ from afield.wire import Invocation, OutcomeRecord
 from agents.invoking import EXP, invocation
 
 BOUND_S = 120.0
-# An agent beats ten times a second; on a busy machine it may be late, but hardly by so much.
+# An agent reports ten times a second. It has ended once its connection is closed and no report follows within
+# SETTLE_S seconds; or, for connections that do not close with the process, after QUIET_S seconds.
+SETTLE_S = 0.3
 QUIET_S = 2.0
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Mark(Struct, frozen=True):
@@ -31,14 +35,29 @@ class Mark(Struct, frozen=True):
     what: str
     pid: int
     at: float
+    connection: asyncio.BaseTransport | None
+
+    @property
+    def over(self) -> bool:
+        """Whether the process that reported has closed its connection."""
+        return self.connection is None or self.connection.is_closing()
 
 
 class Sink:
     def __init__(self, transport: FilesTransport) -> None:
-        self.transport = transport
         self.url = ""
+        self.port = 0
+        self._host = ""
+        self._number = 0
+        self.reset(transport)
+
+    def reset(self, transport: FilesTransport) -> None:
+        """Begin the next test at another URL of the same port: agents of earlier tests get a 404."""
+        self.transport = transport
         self.marks: list[Mark] = []
         self._enough: set[str] = set()
+        self._number += 1
+        self.url = f"http://{self._host}:{self.port}/{self._number}"
 
     def invocation(self, attempt: Attempt) -> Invocation:
         """As a gateway at this address would have it: model and outcome under one base."""
@@ -61,8 +80,12 @@ class Sink:
     async def until_quiet(self, what: str, session_id: str = "") -> None:
         """Until nothing more of this kind is told: whoever told it no longer runs."""
         with anyio.fail_after(BOUND_S):
-            while (last := self.told(what, session_id)) and anyio.current_time() - last[-1].at < QUIET_S:
-                await anyio.sleep(0.05)
+            while (marks := self.told(what, session_id)) and not self._is_quiet(marks):
+                await anyio.sleep(0.02)
+
+    def _is_quiet(self, marks: list[Mark]) -> bool:
+        silent_s = anyio.current_time() - marks[-1].at
+        return silent_s > QUIET_S or (silent_s > SETTLE_S and all(mark.over for mark in marks))
 
     def enough(self, session_id: str) -> None:
         """An agent of it that beats ends, as well as one that has done its work."""
@@ -74,23 +97,33 @@ class Sink:
         app = web.Application(client_max_size=2**24)
         app.add_routes(
             [
-                web.post("/tell", self._tell),
-                web.post("/s/{id}/outcome", self._outcome),
-                web.post("/s/{id}/alive", self._alive),
+                web.post("/{number}/tell", self._current(self._tell)),
+                web.post("/{number}/s/{id}/outcome", self._current(self._outcome)),
+                web.post("/{number}/s/{id}/alive", self._current(self._alive)),
             ]
         )
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         try:
             await web.TCPSite(runner, bind, 0).start()
-            self.url = f"http://{name}:{runner.addresses[0][1]}"
+            self._host, self.port = name, runner.addresses[0][1]
+            self.reset(self.transport)
             yield self
         finally:
             await runner.cleanup()
 
+    def _current(self, handler: Handler) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            if request.match_info["number"] != str(self._number):
+                raise web.HTTPNotFound
+            return await handler(request)
+
+        return handle
+
     async def _tell(self, request: web.Request) -> web.Response:
         told: dict[str, Any] = await request.json()
-        self.marks.append(Mark(told["session_id"], told["what"], told["pid"], anyio.current_time()))
+        now = anyio.current_time()
+        self.marks.append(Mark(told["session_id"], told["what"], told["pid"], now, request.transport))
         return web.json_response({}, status=410 if told["session_id"] in self._enough else 200)
 
     async def _outcome(self, request: web.Request) -> web.Response:

@@ -4,5 +4,5 @@ import time
 
 from acting import act
 
-time.sleep(3)
+time.sleep(1)
 __all__ = ["act"]

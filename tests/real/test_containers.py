@@ -126,7 +126,7 @@ async def test_a_relay_is_for_containers_alone(here: Here, sink: Sink) -> None:
     async with here.runtime() as runtime:
         place = Place(runtime, sink.transport, sink)
         await place.wait(await place.launch({"do": "reward"}))
-        port = int(sink.url.rpartition(":")[2])
+        port = sink.port
         with contextlib.closing(here.engine.api()) as api:
             bridge = api.inspect_container(container_name("r.1"))["NetworkSettings"]["Gateway"]
         # We come from an address of the bridge too; so do not other machines.

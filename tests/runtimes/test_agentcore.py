@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -53,24 +54,53 @@ class Deployed(AgentCoreRuntime):
         return self
 
 
-def made(url: str, image: str, folder: str) -> AgentCoreRuntime:
-    """For the contract: also translate_errors by a controller in a process of its own."""
-    return Deployed(options(url, image), name="run", ledger=Path(folder) / "sessions.sqlite")
+def make_runtime(url: str, image: str, folder: str) -> AgentCoreRuntime:
+    """Runtime of the contract; its controller process calls this, too.
+
+    Each folder has an agent runtime of its own, so that tests with the same session ids share a server.
+    """
+    agent_name = f"{image}_{zlib.crc32(folder.encode())}"
+    where = options(url, image, agent_name=agent_name)
+    return Deployed(where, name="run", ledger=Path(folder) / "sessions.sqlite")
 
 
 @asynccontextmanager
 async def serving(sink: Sink | None = None, isolation: Any = "none", **more: Any) -> AsyncIterator[str]:
     """A server with the agents of these tests; sandboxed ones reach the sink and nothing else."""
-    port = int(sink.url.rpartition(":")[2]) if sink else 0
     values = {
         "images": {name: AgentImage(target=target) for name, target in IMAGES.items()},
         "isolation": isolation,
-        "allow": (("127.0.0.1", port),) if sink else (),
+        "allow": (("127.0.0.1", sink.port),) if sink else (),
         "quotas": Quotas(start_rate=1000, stop_rate=1000, invoke_rate=1000),
         **more,
     }
     async with AgentCoreServer(AgentCoreServerOptions(**values)) as server:
         yield server.url
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+async def shared_sink(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sink]:
+    transport = FilesTransport(tmp_path_factory.mktemp("store"))
+    async with Sink(transport).running() as sink:
+        yield sink
+
+
+@pytest.fixture(scope="module")
+async def sandboxed_url(shared_sink: Sink) -> AsyncIterator[str]:
+    async with serving(shared_sink, "sandbox") as url:
+        yield url
+
+
+@pytest.fixture
+async def sink(shared_sink: Sink, tmp_path: Path) -> AsyncIterator[Sink]:
+    async with FilesTransport(tmp_path / "store") as transport:
+        shared_sink.reset(transport)
+        yield shared_sink
 
 
 class TestAgentCore(RuntimeContract):
@@ -79,11 +109,18 @@ class TestAgentCore(RuntimeContract):
     def spec(self, folder: Path, target: str = f"{ACTING}:act") -> Spec:
         image = next(name for name, agent in IMAGES.items() if agent == target)
         where = {"url": self.url, "image": image, "folder": str(folder)}
-        return Spec.of(made, where)
+        return Spec.of(make_runtime, where)
 
     @pytest.fixture
-    async def place(self, sink: Sink, tmp_path: Path) -> AsyncIterator[Place]:
-        async with serving(sink, "sandbox") as self.url, self.spec(tmp_path).build() as runtime:
+    async def sink(self, shared_sink: Sink, tmp_path: Path) -> AsyncIterator[Sink]:
+        async with FilesTransport(tmp_path / "store") as transport:
+            shared_sink.reset(transport)
+            yield shared_sink
+
+    @pytest.fixture
+    async def place(self, sink: Sink, sandboxed_url: str, tmp_path: Path) -> AsyncIterator[Place]:
+        self.url = sandboxed_url
+        async with self.spec(tmp_path).build() as runtime:
             yield Place(runtime, sink.transport, sink)
 
 
@@ -157,9 +194,9 @@ async def test_an_agent_that_exists_is_taken_by_its_arn(sink: Sink, tmp_path: Pa
     ],
 )
 async def test_what_cannot_work_is_said_before_the_first_launch(
-    tmp_path: Path, given: dict[str, Any], said: str
+    tmp_path: Path, sandboxed_url: str, given: dict[str, Any], said: str
 ) -> None:
-    async with serving() as url, opened(tmp_path, **{"url": url, **given}) as runtime:
+    async with opened(tmp_path, **{"url": sandboxed_url, **given}) as runtime:
         with pytest.raises(UsageError, match=said):
             await runtime.check()
 
@@ -193,12 +230,6 @@ async def test_missing_credentials_are_named_with_the_ways_to_give_them(
 
 
 # --- refusals ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-async def sink(tmp_path: Path) -> AsyncIterator[Sink]:
-    async with FilesTransport(tmp_path / "store") as transport, Sink(transport).running() as sink:
-        yield sink
 
 
 @asynccontextmanager
@@ -357,8 +388,8 @@ async def test_a_session_that_runs_out_of_its_lifetime_is_no_longer_alive(tmp_pa
 
 
 @pytest.fixture
-async def commands(tmp_path: Path) -> AsyncIterator[AgentCoreSandbox]:
-    async with serving() as url, AgentCoreSandbox("", options(url), keep_bytes=1000) as sandbox:
+async def commands(sandboxed_url: str) -> AsyncIterator[AgentCoreSandbox]:
+    async with AgentCoreSandbox("", options(sandboxed_url), keep_bytes=1000) as sandbox:
         yield sandbox
 
 
@@ -373,37 +404,36 @@ async def test_a_command_tells_its_exit_code_and_what_it_printed(commands: Agent
 
 
 async def test_a_command_that_takes_too_long_is_ended(commands: AgentCoreSandbox) -> None:
-    ran = await commands.exec("echo begun; sleep 600", timeout=4)
+    ran = await commands.exec("echo begun; sleep 600", timeout=2)
     assert ran.timed_out and ran.exit_code is None and ran.stdout == "begun\n"
     with pytest.raises(UsageError, match="timeout = 7200"):
         await commands.exec("true", timeout=7200)
 
 
-async def test_files_go_there_and_come_back(commands: AgentCoreSandbox, tmp_path: Path) -> None:
-    data = bytes(range(256)) * 500
-    there = str(tmp_path / "new folder" / "file")
+async def test_files_go_there_and_come_back(commands: AgentCoreSandbox) -> None:
+    data = bytes(range(256)) * 300
+    there = "/tmp/new folder/file"
     await commands.upload(there, b"old")
     await commands.upload(there, data)
     assert await commands.download(there) == data
     await commands.upload(there, b"")
     assert await commands.download(there) == b""
     with pytest.raises(NotFound, match="nothing"):
-        await commands.download(str(tmp_path / "nothing"))
+        await commands.download("/tmp/nothing")
 
 
-async def test_files_with_relative_names_are_where_commands_start() -> None:
-    async with serving(isolation="sandbox") as url, AgentCoreSandbox("", options(url)) as place:
-        await place.upload("folder/-hello", b"hello")
-        assert (await place.exec("cat folder/-hello")).stdout == "hello"
-        assert await place.download("folder/-hello") == b"hello"
-        with pytest.raises(UsageError, match="NUL"):
-            await place.upload("a\0b", b"")
-        with pytest.raises(InfrastructureFailure, match="folder was not written"):
-            await place.upload("folder", b"hello")
-        assert (await place.exec("ls -A . folder")).stdout.count("hello") == 1
+async def test_files_with_relative_names_are_where_commands_start(commands: AgentCoreSandbox) -> None:
+    await commands.upload("folder/-hello", b"hello")
+    assert (await commands.exec("cat folder/-hello")).stdout == "hello"
+    assert await commands.download("folder/-hello") == b"hello"
+    with pytest.raises(UsageError, match="NUL"):
+        await commands.upload("a\0b", b"")
+    with pytest.raises(InfrastructureFailure, match="folder was not written"):
+        await commands.upload("folder", b"hello")
+    assert (await commands.exec("ls -A . folder")).stdout.count("hello") == 1
 
 
-async def test_a_sandbox_is_a_session_of_its_own_and_ends_with_its_block(tmp_path: Path) -> None:
+async def test_a_sandbox_is_a_session_of_its_own_and_ends_with_its_block() -> None:
     async with serving() as url:
         async with AgentCoreSandbox("", options(url)) as one, AgentCoreSandbox("", options(url)) as other:
             assert await sessions_at(url) == 2
