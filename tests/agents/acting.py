@@ -37,6 +37,8 @@ def act(task: dict, rollout: afield.Context) -> float:
             beat(task["tell"], rollout.session_id)
         case "brood":
             _start(task["tell"], rollout.session_id, "child")
+            if task.get("daemon"):
+                _start_daemon(task["tell"], rollout.session_id)
             beat(task["tell"], rollout.session_id)
         case "daemon":
             _start_daemon(task["tell"], rollout.session_id)
@@ -77,10 +79,10 @@ def beat(url: str, session_id: str, what: str = "beat") -> None:
     Ends after five failures in a row.
     """
     missed = 0
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=10)
-    while missed < 5:
-        missed = 0 if _report(connection, url, session_id, what) else missed + 1
-        time.sleep(BEAT_S)
+    with contextlib.closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=10)) as connection:
+        while missed < 5:
+            missed = 0 if _report(connection, url, session_id, what) else missed + 1
+            time.sleep(BEAT_S)
 
 
 def _report(connection: http.client.HTTPConnection, url: str, session_id: str, what: str) -> bool:

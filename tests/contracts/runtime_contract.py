@@ -226,7 +226,7 @@ class RuntimeContract:
             pytest.skip("a thread cannot be killed, nor what others serve")
         async with self.spec(tmp_path / "left").build() as runtime:
             leaving = Place(runtime, sink.transport, sink)
-            rows = [{"do": do, "stay": True} for do in ("beat", "brood", "daemon")]
+            rows = [{"do": "beat"}, {"do": "brood", "daemon": True}]
             attempts = [await leaving.launch(row, str(row["do"])) for row in rows]
             for what in ("beat", "child", "daemon"):
                 await sink.until_told(what)
@@ -294,13 +294,13 @@ class RuntimeContract:
     ) -> None:
         if can.isolation == "none":
             pytest.skip("agents end with us, or are not ours to end")
-        for do, name in (("brood", "beat"), ("daemon", "daemon")):
-            attempt = Attempt(do, 1)
-            async with controller(self.spec(tmp_path), place, {"do": do, "stay": True}, attempt):
-                await sink.until_told(name, attempt.session_id, times=2)
-            if can.outlives:
-                await sink.until_told(name, attempt.session_id, times=5)
-                await self.reap(place, attempt)
+        attempt = Attempt("r", 1)
+        async with controller(self.spec(tmp_path), place, {"do": "brood", "daemon": True}, attempt):
+            for what in ("beat", "child", "daemon"):
+                await sink.until_told(what, times=2)
+        if can.outlives:
+            await sink.until_told("beat", times=5)
+            await self.reap(place, attempt)
         for what in ("beat", "child", "daemon"):
             await sink.until_quiet(what)
 

@@ -16,11 +16,12 @@ from afield.errors import InfrastructureFailure, RolloutFailure
 from afield.interfaces.runtime import Exit, Runtime
 from afield.runtimes.inline import InlineRuntime
 from afield.runtimes.process import ProcessRuntime
+from afield.runtimes.registry import SessionRegistry, TrackedRuntime
 from afield.runtimes.remote import RemoteRuntime
 from afield.sdk.serve import load_object
 from afield.transports.stores.files import FilesTransport
 from afield.transports.stores.memory import MemoryTransport
-from afield.types import Attempt, FailureKind, Reason
+from afield.types import Attempt, Reason
 from agents.acting import act, nap
 from agents.invoking import EXP, invocation, payload
 from agents.places import ACTING, BOUND_S, Place, Spec, alive, pids, serving, until, waiting_for
@@ -34,11 +35,14 @@ def process(tmp_path: Path, target: str = f"{ACTING}:act", **options: Any) -> Pr
     return ProcessRuntime(target, log_dir=tmp_path / "logs", **{"workers": 1, "poll_s": 0.05, **options})
 
 
-def made(how: str, target: str, folder: str) -> Runtime:
-    """For the contract: also called by a controller in a process of its own."""
+def make_runtime(how: str, target: str, folder: str) -> Runtime:
+    """Runtime of the contract; its controller process calls this, too."""
     if how == "inline":
         return InlineRuntime(load_object(target))
-    return process(Path(folder), target, fresh=how == "fresh")
+    runtime = process(Path(folder), target, fresh=how == "fresh")
+    if how == "fresh":
+        return runtime
+    return TrackedRuntime(runtime, SessionRegistry(Path(folder) / "sessions.sqlite"), "process")
 
 
 def served_at(url: str) -> RemoteRuntime:
@@ -49,10 +53,12 @@ class TestInline(RuntimeContract):
     how = "inline"
 
     def spec(self, folder: Path, target: str = f"{ACTING}:act") -> Spec:
-        return Spec.of(made, {"how": self.how, "target": target, "folder": str(folder)})
+        return Spec.of(make_runtime, {"how": self.how, "target": target, "folder": str(folder)})
 
 
-class TestWarmProcesses(TestInline):
+class TestTrackedWarmProcesses(TestInline):
+    """Reused workers, through the wrapper that records sessions."""
+
     how = "warm"
 
 
@@ -82,16 +88,6 @@ class TestServed(RuntimeContract):
                 yield Place(runtime, sink.transport, sink)
 
 
-@pytest.fixture(params=["warm", "fresh"])
-async def apart(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Place]:
-    """Runtimes that keep an agent apart from us, so that it may die."""
-    async with (
-        FilesTransport(tmp_path / "store") as transport,
-        process(tmp_path, fresh=request.param == "fresh") as runtime,
-    ):
-        yield Place(runtime, transport)
-
-
 async def test_stopping_cancels_an_async_agent_of_this_process(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     async with FilesTransport(tmp_path / "store") as transport, InlineRuntime(nap) as runtime:
@@ -116,43 +112,19 @@ async def test_an_inline_agent_can_deliver_to_memory() -> None:
 # --- agents apart from us ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("do", "said"), [("exit", "exit code 3"), ("kill", "signal 9")])
-async def test_a_process_that_dies_is_known_with_its_last_words(apart: Place, do: str, said: str) -> None:
-    attempt = Attempt("r", 1)
-    # It may die before its answer is out; then the launch says so.
-    with contextlib.suppress(InfrastructureFailure):
-        await apart.launch({"do": do})
-    ended = await apart.wait(attempt)
-    assert ended.failure
-    assert (ended.failure.kind, ended.failure.reason) == (FailureKind.INFRASTRUCTURE, Reason.DIED)
-    assert said in ended.failure.message
-    if do == "exit":
-        assert "about to leave" in ended.failure.message
-    assert await apart.decision(attempt) is None
-    again = await apart.launch({"do": "reward"}, n=2)
-    assert await apart.wait(again) == Exit()
-
-
-async def test_a_stopped_agent_is_killed_with_its_children(apart: Place, tmp_path: Path) -> None:
-    row = {"do": "child", "pids": str(tmp_path / "pids"), "mark": str(tmp_path / "mark")}
-    attempt = await apart.launch(row)
-    await until(lambda: bool(pids(tmp_path / "pids")))
-    await apart.runtime.stop(attempt)
-    await until(lambda: not any(map(alive, pids(tmp_path / "pids") + pids(tmp_path / "mark"))))
-
-
-@pytest.mark.parametrize("do", ["hang", "spin", "lock", "child"])
 @pytest.mark.parametrize("fresh", [False, True])
-async def test_leaving_the_runtime_leaves_nothing_behind(tmp_path: Path, do: str, fresh: bool) -> None:
+async def test_closing_the_runtime_kills_an_agent_that_holds_the_interpreter_lock(
+    tmp_path: Path, fresh: bool
+) -> None:
+    mark = tmp_path / "mark"
     async with FilesTransport(tmp_path / "store") as transport:
         async with process(tmp_path, fresh=fresh) as runtime:
             place = Place(runtime, transport)
-            row = {"do": do, "mark": str(tmp_path / "mark"), "pids": str(tmp_path / "pids")}
-            attempt = await place.launch(row)
-            await until(lambda: bool(pids(tmp_path / ("pids" if do == "child" else "mark"))))
+            attempt = await place.launch({"do": "lock", "mark": str(mark)})
+            await until(lambda: bool(pids(mark)))
         ended = await runtime.wait(attempt)
         assert ended.failure and ended.failure.reason is Reason.CANCELLED
-    await until(lambda: not any(map(alive, pids(tmp_path / "pids") + pids(tmp_path / "mark"))))
+    await until(lambda: not any(map(alive, pids(mark))))
 
 
 async def test_a_crash_takes_only_the_attempts_of_its_worker(tmp_path: Path) -> None:
@@ -160,10 +132,12 @@ async def test_a_crash_takes_only_the_attempts_of_its_worker(tmp_path: Path) -> 
         place = Place(runtime, transport)
         # Both workers are up before the first attempt, so that the two attempts are in different ones.
         await until(lambda: sum(w.ready for w in runtime.workers) == 2)
-        survivor = await place.launch({"do": "sleep", "seconds": 1.0}, "survivor")
+        released = tmp_path / "released"
+        survivor = await place.launch({"do": "sleep", "until": str(released)}, "survivor")
         with contextlib.suppress(InfrastructureFailure):
             await place.launch({"do": "kill"}, "victim")
         assert (await place.wait(Attempt("victim", 1))).failure
+        released.touch()
         assert await place.wait(survivor) == Exit()
         assert await place.reward(survivor) == 1.0
 
@@ -230,9 +204,9 @@ async def test_a_target_that_is_never_ready_fails_the_launch(tmp_path: Path) -> 
     slow.write_text("import time\nprint('thinking', flush=True)\ntime.sleep(600)\n")
     async with (
         FilesTransport(tmp_path / "store") as transport,
-        process(tmp_path, f"{slow}:agent", start_timeout_s=2) as runtime,
+        process(tmp_path, f"{slow}:agent", start_timeout_s=0.5) as runtime,
     ):
-        with pytest.raises(InfrastructureFailure, match="not ready within 2 s"):
+        with pytest.raises(InfrastructureFailure, match=r"not ready within 0\.5 s"):
             await Place(runtime, transport).launch({"do": "reward"})
 
 
@@ -283,8 +257,7 @@ async def test_launching_outside_the_runtime_is_refused(tmp_path: Path) -> None:
         await process(tmp_path).launch(Attempt("r", 1), {})
 
 
-@pytest.mark.parametrize("do", ["hang", "spin", "lock", "child"])
-async def test_nothing_is_left_after_the_controller_is_killed(tmp_path: Path, do: str) -> None:
+async def test_killing_the_controller_kills_an_agent_that_holds_the_interpreter_lock(tmp_path: Path) -> None:
     controller = tmp_path / "controller.py"
     controller.write_text(
         textwrap.dedent(f"""
@@ -298,7 +271,7 @@ async def test_nothing_is_left_after_the_controller_is_killed(tmp_path: Path, do
         async def main():
             here = Path({str(tmp_path)!r})
             async with ProcessRuntime({ACTING + ":act"!r}, log_dir=here / "logs", workers=2) as runtime:
-                row = {{"do": {do!r}, "mark": str(here / "mark"), "pids": str(here / "pids")}}
+                row = {{"do": "lock", "mark": str(here / "mark")}}
                 await runtime.launch(Attempt("r", 1), payload(row, invocation()))
                 await asyncio.sleep(600)
 
@@ -310,12 +283,12 @@ async def test_nothing_is_left_after_the_controller_is_killed(tmp_path: Path, do
     )
     async with running:
         try:
-            await until(lambda: bool(pids(tmp_path / ("pids" if do == "child" else "mark"))))
+            await until(lambda: bool(pids(tmp_path / "mark")))
             workers = [p for p in _group_leaders(running.pid) if p != running.pid]
             assert workers
         finally:
             running.kill()
-    await until(lambda: not any(map(alive, workers + pids(tmp_path / "pids") + pids(tmp_path / "mark"))))
+    await until(lambda: not any(map(alive, workers + pids(tmp_path / "mark"))))
 
 
 def _group_leaders(parent: int) -> list[int]:

@@ -15,17 +15,15 @@ from typing import Any, Self
 
 import anyio
 import pytest
-from tests.contracts.runtime_contract import RuntimeContract
 from tests.contracts.test_runtime import process
 
 from afield.errors import DamagedFile, InfrastructureFailure, RateLimited
 from afield.interfaces.runtime import Capabilities, Exit, Phase, SessionStatus
 from afield.runtimes.base import AttemptTable, failed_exit
-from afield.runtimes.process import ProcessRuntime
 from afield.runtimes.registry import ProcessRef, SessionRegistry, TrackedRuntime
 from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, Reason
-from agents.places import ACTING, Place, Spec, until
+from agents.places import Place, until
 
 pytestmark = pytest.mark.anyio
 ONE = Attempt("r", 1)
@@ -248,27 +246,12 @@ async def test_a_roster_that_cannot_be_read_says_so(tmp_path: Path) -> None:
         roster.entries()
 
 
-async def test_a_launch_costs_less_than_a_third_of_a_millisecond_of_cpu(roster: SessionRegistry) -> None:
+async def test_ended_sessions_do_not_accumulate_in_the_registry_file(roster: SessionRegistry) -> None:
     place = Elsewhere({})
     async with TrackedRuntime(place, SessionRegistry(roster.path), "elsewhere") as runtime:
-        began = time.process_time()
         for n in range(500):
             await runtime.launch(Attempt(f"r{n}", 1), {})
             await runtime.stop(Attempt(f"r{n}", 1))
-        assert (time.process_time() - began) / 500 < 0.0006  # three changes of the roster
     assert roster.path.stat().st_size < 200_000
     with contextlib.closing(sqlite3.connect(roster.path)) as db:
         assert db.execute("SELECT count(*) FROM sessions").fetchone() == (0,)
-
-
-# --- the contract, through the wrapper ---------------------------------------------------------------------
-
-
-def rostered(folder: str, target: str) -> TrackedRuntime:
-    made = ProcessRuntime(target, log_dir=Path(folder) / "logs", workers=1, poll_s=0.05)
-    return TrackedRuntime(made, SessionRegistry(Path(folder) / "sessions.sqlite"), "process")
-
-
-class TestRostered(RuntimeContract):
-    def spec(self, folder: Path, target: str = f"{ACTING}:act") -> Spec:
-        return Spec.of(rostered, {"folder": str(folder), "target": target})
