@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from afield.cli.main import main
 from afield.errors import UsageError
 from afield.gateway.store import GatewayStore
 from afield.local_sandbox.imports import import_closure
@@ -87,13 +88,17 @@ def test_hidden_fields_go_to_the_verifier_alone() -> None:
     assert build_payload(task, verifier, Submission())["hidden"] == {"answer": 42}
 
 
-def test_hidden_fields_without_a_verifier_are_refused(project: Path) -> None:
+def test_hidden_fields_without_a_verifier_are_refused(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     tasks = write_tasks(project / "tasks.jsonl", [{"id": "q", "hidden": {"answer": 42}}])
     script = project / "script.jsonl"
     script.write_text(json.dumps({"match": "x", "text": "y"}) + "\n")
     words = ["train", "agent.py:agent", "--tasks", tasks, "--model", POLICY, "--engine", f"scripted={script}"]
-    code, _, err = afield(project, *words, "--freeze-weights", "--steps", 1)
-    assert code != 0 and "'hidden'" in err and "--verifier" in err, err
+    monkeypatch.chdir(project)
+    assert main([*map(str, words), "--freeze-weights", "--steps", "1"]) == 2
+    err = capsys.readouterr().err
+    assert "'hidden'" in err and "--verifier" in err, err
 
 
 def test_a_hidden_field_that_is_no_object_is_refused() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import anyio
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from afield.errors import InfrastructureFailure, Unavailable, UsageError
@@ -42,6 +42,7 @@ def runtime(tmp_path: Path, **options: object) -> ContainerRuntime:
 # --- names, limits, words ---------------------------------------------------------------------------
 
 
+@settings(max_examples=30)
 @given(IDS, IDS)
 def test_a_name_follows_from_the_session_and_no_two_share_one(one: str, other: str) -> None:
     name = container_name(one)

@@ -35,6 +35,7 @@ from afield.agentcore_local.sessions import LocalSessions, SessionSpec, Timings
 from afield.cli.main import main
 from afield.errors import InfrastructureFailure, Unavailable, UsageError
 from afield.interfaces.runtime import Phase
+from afield.local_sandbox import fork_server
 from afield.orchestrator.state import RunDirectory
 from afield.ratelimit import Unlimited
 from afield.runtimes.inline import InlineRuntime
@@ -204,7 +205,11 @@ async def test_a_session_of_the_local_server_for_which_no_file_is_left_fails_alo
         await sessions.stop(second)
 
 
-async def test_a_keeper_that_hangs_does_not_keep_a_run_from_ending(sink: Sink, tmp_path: Path) -> None:
+@needs_bubblewrap
+async def test_closing_kills_a_supervisor_that_hangs(
+    sink: Sink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_server, "CLOSE_S", 0.5)
     async with SandboxRuntime(f"{ACTING}:act", SandboxOptions(), log_dir=tmp_path / "logs") as runtime:
         await Place(runtime, sink.transport, sink).launch({"do": "beat"})
         os.kill(keeper_of(os.getpid()), signal.SIGSTOP)
@@ -222,7 +227,7 @@ async def test_a_cluster_that_refuses_to_be_looked_at_ends_nothing_else(tmp_path
         assert await second.runtime.adopt(attempt) is None
         kube.denied.add(("list", "pods"))
         kube.down = False
-        await asyncio.sleep(3.0)
+        await asyncio.sleep(0.6)  # three searches
         kube.denied.clear()
         assert (await second.runtime.status(attempt)).phase is Phase.RUNNING
         await second.launch({"do": "beat"}, "other")

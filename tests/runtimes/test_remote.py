@@ -100,13 +100,11 @@ async def ended(runtime: RemoteRuntime, attempt: Attempt) -> Exit:
 async def test_a_server_that_was_killed_has_lost_what_ran_there(
     store: FilesTransport, tmp_path: Path
 ) -> None:
-    async with serving() as server, served(server.url) as runtime:
+    async with serving() as server, served(server.url, unreachable_s=1.0) as runtime:
         place = Place(runtime, store)
         attempts = [await place.launch({"do": "hang"}, f"r{n}") for n in range(3)]
         await server.kill()
-        began = time.monotonic()
         exits = [await place.wait(attempt) for attempt in attempts]
-        assert time.monotonic() - began < UNREACHABLE_S + 30
         for attempt, one in zip(attempts, exits, strict=True):
             assert one.failure
             assert (one.failure.kind, one.failure.reason) == (FailureKind.INFRASTRUCTURE, Reason.DIED)
@@ -146,11 +144,12 @@ async def test_a_server_that_is_silent_for_a_moment_has_lost_nothing(store: File
 async def test_attempts_are_balanced_over_the_servers(store: FilesTransport, tmp_path: Path) -> None:
     async with serving() as one, serving() as other, served(one.url, other.url) as runtime:
         place = Place(runtime, store)
-        mark = tmp_path / "mark"
-        row = {"do": "sleep", "seconds": 1.0, "mark": str(mark)}
+        mark, go = tmp_path / "mark", tmp_path / "go"
+        row = {"do": "sleep", "until": str(go), "mark": str(mark)}
         async with anyio.create_task_group() as group:
             for n in range(10):
                 group.start_soon(place.launch, row, f"r{n}")
+        go.touch()
         for n in range(10):
             assert await place.wait(Attempt(f"r{n}", 1)) == Exit()
         ran = pids(mark)
@@ -209,7 +208,11 @@ async def test_a_full_server_is_passed_over_while_another_takes_more() -> None:
 
 
 async def test_a_launch_without_an_answer_is_never_made_in_two_places(store: FilesTransport) -> None:
-    async with serving() as dying, serving() as other, served(dying.url, other.url) as runtime:
+    async with (
+        serving() as dying,
+        serving() as other,
+        served(dying.url, other.url, unreachable_s=1.0) as runtime,
+    ):
         place = Place(runtime, store)
         # It kills its server, most likely before the answer is out.
         with contextlib.suppress(InfrastructureFailure):
@@ -232,20 +235,20 @@ async def test_launching_outside_the_runtime_is_refused() -> None:
 # --- watching ------------------------------------------------------------------------------------
 
 
-async def test_five_hundred_sessions_are_watched_with_one_request_per_poll() -> None:
+async def test_all_sessions_of_a_server_are_watched_with_one_request_per_poll() -> None:
     fake = Fake()
-    fake.ping |= {"active": [f"r{n}.1" for n in range(500)]}
+    fake.ping |= {"active": [f"r{n}.1" for n in range(200)]}
     async with fake.running() as url, served(url, poll_s=0.1) as runtime:
         async with anyio.create_task_group() as group:
-            for n in range(500):
+            for n in range(200):
                 group.start_soon(launch, runtime, f"r{n}")
-        waits = [asyncio.create_task(ended(runtime, Attempt(f"r{n}", 1))) for n in range(500)]
+        waits = [asyncio.create_task(ended(runtime, Attempt(f"r{n}", 1))) for n in range(200)]
         before, began = fake.pings, time.monotonic()
-        await anyio.sleep(1)
+        await anyio.sleep(0.5)
         assert 1 <= fake.pings - before <= (time.monotonic() - began) / 0.1 + 1
         assert not any(wait.done() for wait in waits)
         fake.ping |= {"active": ["r7.1"]}
-        assert await asyncio.gather(*(wait for n, wait in enumerate(waits) if n != 7)) == [Exit()] * 499
+        assert await asyncio.gather(*(wait for n, wait in enumerate(waits) if n != 7)) == [Exit()] * 199
         assert not waits[7].done()
         waits[7].cancel()
 
@@ -330,7 +333,7 @@ async def test_many_adoptions_at_once_ask_once() -> None:
 async def test_whether_a_silent_address_has_an_attempt_is_not_known_until_it_answers_or_is_given_up() -> None:
     fake = Fake()
     fake.ping |= {"active": ["there.1"]}
-    async with fake.running() as url, served(url, "http://127.0.0.1:9") as runtime:
+    async with fake.running() as url, served(url, "http://127.0.0.1:9", unreachable_s=1.0) as runtime:
         assert await runtime.adopt(Attempt("there", 1)) is True
         for _ in range(2):
             assert await runtime.adopt(Attempt("elsewhere", 1)) is None
@@ -345,7 +348,7 @@ async def test_an_attempt_on_a_server_that_was_silent_is_found_when_it_answers_a
     go = tmp_path / "go"
     async with serving() as server, served(server.url) as runtime:
         attempt = await Place(runtime, store).launch({"do": "sleep", "until": str(go)})
-        async with served(server.url, unreachable_s=3) as second:
+        async with served(server.url, unreachable_s=1.0) as second:
             os.kill(server.process.pid, signal.SIGSTOP)
             assert await second.adopt(attempt) is None
             os.kill(server.process.pid, signal.SIGCONT)
@@ -358,10 +361,10 @@ async def test_an_attempt_on_a_server_that_was_silent_is_found_when_it_answers_a
 async def test_an_attempt_on_a_server_that_does_not_tell_has_ended_when_it_is_idle() -> None:
     fake = Fake()
     fake.ping |= {"status": "HealthyBusy"}
-    async with fake.running() as url, served(url, unreachable_s=1.0) as runtime:
+    async with fake.running() as url, served(url, unreachable_s=0.3) as runtime:
         assert await runtime.adopt(Attempt("r", 1)) is None
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(1.5):
+            async with asyncio.timeout(0.6):
                 await runtime.wait(Attempt("r", 1))
         fake.ping |= {"status": "Healthy"}
         assert await ended(runtime, Attempt("r", 1)) == Exit()
