@@ -24,8 +24,8 @@ from afield.gateway.model_request import ModelRequest
 from afield.gateway.schemas import SHAPES, enforceable
 from afield.masks import ConstraintMasks
 from afield.types import Constraint, Message, Sampling
-from support.gateways import POLICY
 from support.tiny_model import build_tokenizer
+from support.tokenizers import load_tokenizer
 
 LOOKUP: dict[str, Any] = {
     "type": "object",
@@ -92,7 +92,7 @@ def sampler(tmp_path_factory: pytest.TempPathFactory) -> Sampler:
 
 @pytest.fixture(scope="module")
 def policy_tokens() -> ChatTokenizer:
-    return ChatTokenizer.load(POLICY)
+    return load_tokenizer()
 
 
 SCHEMAS: dict[str, Any] = {

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from afield import trajectories
-from afield.chat import ChatTokenizer, TextDelta
+from afield.chat import TextDelta
 from afield.engines.scripted import Script, ScriptedEngine, ScriptedReply
 from afield.errors import Unavailable
 from afield.gateway.api_error import ApiError
@@ -22,11 +22,12 @@ from afield.gateway.sessions import Session, SessionManager
 from afield.gateway.store import GatewayStore, TurnRow
 from afield.interfaces import SessionSpec
 from afield.types import Budget, FinishReason, Message, TurnStatus
-from support.gateways import POLICY, Running, running, vocabulary
+from support.gateways import Running, running, vocabulary
+from support.tokenizers import load_tokenizer
 
 pytestmark = pytest.mark.anyio
 VOCAB = vocabulary()
-TOKENS = ChatTokenizer.load(POLICY)
+TOKENS = load_tokenizer()
 STOP = TOKENS.stop_ids[0]
 
 

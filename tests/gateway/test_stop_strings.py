@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from afield.chat import ChatTokenizer
 from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.engines.sglang.wire import body as sglang_body
 from afield.engines.torch.engine import TorchEngine
@@ -25,6 +24,7 @@ from support.dialect_session import Client, Place, place
 from support.gateways import POLICY
 from support.invariants import STOP, TOKENIZER
 from support.random_agents import TOOLSETS, spelled
+from support.tokenizers import load_tokenizer
 
 pytestmark = pytest.mark.anyio
 STOPPED = "Thought: look.\nObservation:"
@@ -130,7 +130,7 @@ async def test_tokens_after_a_stop_string_are_not_in_the_next_prompt(tmp_path: P
 
 @pytest.mark.parametrize("stop", ["\n", " ", "ab", "<tool"])
 def test_stop_string_result_is_independent_of_chunks(stop: str) -> None:
-    tokens = ChatTokenizer.load(POLICY)
+    tokens = load_tokenizer()
     text = "<think>\nab <tool \n</think>\n\nOne two\n\n<tool_call>\n{broken ab</tool_call> ab <toolx>\nend"
     ids = ids_of(text)
 

@@ -20,7 +20,6 @@ import pytest
 from msgspec import structs
 
 import afield
-from afield.chat import ChatTokenizer
 from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.errors import Unavailable, UsageError
 from afield.gateway.app import GatewayApp
@@ -37,6 +36,7 @@ from agents.invoking import invocation, payload
 from support.dialect_clients import knock
 from support.dialect_session import Client, answering, said, user
 from support.gateways import ADMIN, POLICY, Running, running
+from support.tokenizers import load_tokenizer
 
 pytestmark = pytest.mark.anyio
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
@@ -388,7 +388,7 @@ async def test_sessions_that_are_over_leave_nothing_in_memory(tmp_path: Path) ->
     engine = yes()
     pool = EnginePool({"engine": engine}, tries=1)
     gateway = LocalGateway(
-        tokenizer=ChatTokenizer.load(POLICY),
+        tokenizer=load_tokenizer(),
         engine=pool,
         store=tmp_path,
         admin_key=ADMIN,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +13,6 @@ import aiohttp
 import msgspec
 import openai
 
-from afield.chat import ChatTokenizer
 from afield.chat.vocabulary import Vocabulary
 from afield.gateway.client import HttpGateway
 from afield.gateway.engine_pool import EnginePool
@@ -24,9 +22,8 @@ from afield.gateway.service import LocalGateway
 from afield.gateway.session_keys import SecretPlace
 from afield.interfaces import Engine, SessionSpec, Transport
 from afield.sdk.listen import listen
-from support.paths import ROOT
+from support.tokenizers import POLICY, load_tokenizer
 
-POLICY = ROOT / "src" / "afield" / "demo" / "policy"
 ADMIN = "test-admin-key"
 
 
@@ -81,7 +78,7 @@ async def running(
     """A gateway that is served. `tries` is how often a call may break before it fails."""
     listener = listener or listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    tokens = tokenizer(model)
+    tokens = load_tokenizer(model)
     pool = EnginePool({"engine": engine}, tries=tries)
     gateway = LocalGateway(
         tokenizer=tokens,
@@ -107,12 +104,6 @@ async def running(
         finally:
             server.cancel()
             await asyncio.gather(server, return_exceptions=True)
-
-
-@functools.cache
-def tokenizer(model: Path) -> ChatTokenizer:
-    """The chat tokenizer of a model directory; it is measured once per process."""
-    return ChatTokenizer.load(model)
 
 
 def vocabulary(model: Path = POLICY) -> Vocabulary:

@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from afield.chat import ChatTokenizer
 from afield.engines.recording import RecordedCall
 from afield.engines.scripted import ScriptedEngine
 from afield.gateway.app import GatewayApp
@@ -20,9 +19,10 @@ from afield.gateway.service import LocalGateway
 from afield.gateway.session_keys import SecretPlace
 from afield.interfaces import SessionSpec
 from support.dialect_clients import DIALECTS, Answer, knock
-from support.gateways import ADMIN, POLICY
+from support.gateways import ADMIN
 from support.invariants import SINGLE, Seen, look
 from support.random_agents import TOOLSETS, Agent, Wild
+from support.tokenizers import load_tokenizer
 from support.tree_oracle import judge
 
 SIDE_BY_SIDE = 8
@@ -112,7 +112,7 @@ async def world(store: Path) -> AsyncIterator[World]:
     engine = ScriptedEngine(wild)
     pool = EnginePool({"engine": engine}, tries=1)
     gateway = LocalGateway(
-        tokenizer=ChatTokenizer.load(POLICY),
+        tokenizer=load_tokenizer(),
         engine=pool,
         store=store,
         admin_key=ADMIN,

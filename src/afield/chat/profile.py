@@ -33,6 +33,9 @@ from afield.chat.turn_suffix import Ends, after_turn, delta_text, find_ends, unt
 from afield.chat.vocabulary import Vocabulary
 from afield.types import Message
 
+TOOLSETS: tuple[tuple[Tool, ...], ...] = ((), (TOOL,))
+"""Tools of sample conversations."""
+
 
 class TemplateProfile(Struct, frozen=True, kw_only=True):
     """Properties of a model directory's chat template and tokenizer, measured by rendering."""
@@ -84,7 +87,8 @@ def profile_template(
 ) -> TemplateProfile:
     """Measure a chat template by rendering sample conversations."""
     ends = find_ends(template, vocab, stop_ids)
-    checks = [PatternCheck(template, vocab, ends, pattern) for pattern in PATTERNS]
+    renderings = RenderCache(template)
+    checks = [PatternCheck(renderings, vocab, ends, pattern) for pattern in PATTERNS]
     passed = {check.pattern: check.passes() for check in checks}
     tags = template_probes.find_reasoning(template, vocab)
     tool_format, parallel = template_probes.find_tool_format(template)
@@ -146,10 +150,31 @@ def _notes(profile: TemplateProfile, vocab: Vocabulary) -> Iterator[str]:
         yield "the template has no calls of tools that can be read: tools, calls and results are text"
 
 
+class RenderCache:
+    """Renders each conversation once; the sample conversations of the patterns overlap."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._texts: dict[tuple[tuple[Message, ...], bool, bool], str | TemplateRefusal] = {}
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool], *, generation: bool) -> str:
+        """Render as `ChatTemplate.render` does; `tools` is empty or the sample tool."""
+        key = (tuple(messages), bool(tools), generation)
+        if (text := self._texts.get(key)) is None:
+            try:
+                text = self._template.render(messages, tools, generation=generation)
+            except TemplateRefusal as refusal:
+                text = refusal
+            self._texts[key] = text
+        if isinstance(text, TemplateRefusal):
+            raise text
+        return text
+
+
 class PatternCheck:
     """Checks whether one pattern of new messages may be appended to every sample conversation."""
 
-    def __init__(self, template: ChatTemplate, vocab: Vocabulary, ends: Ends, pattern: str) -> None:
+    def __init__(self, template: RenderCache, vocab: Vocabulary, ends: Ends, pattern: str) -> None:
         self.pattern = pattern
         self.strips = False
         self.truncated = True
@@ -168,7 +193,7 @@ class PatternCheck:
     def _holds(self, *, named: bool) -> bool:
         checked = 0
         for history, new in conversations(self.pattern, named=named):
-            for tools in ((), (TOOL,)):
+            for tools in TOOLSETS:
                 try:
                     before = self._template.render(history, tools, generation=False)
                 except TemplateRefusal:

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -34,6 +35,14 @@ _THOUGHT = re.compile(
     re.DOTALL,
 )
 QUESTION = Message(role="user", content="Question")
+
+
+class Renderer(Protocol):
+    """Renders messages and tools to text, as `ChatTemplate` does."""
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool], *, generation: bool) -> str:
+        """Render to escaped text; with `generation` it ends with the generation prompt."""
+        ...
 
 
 class TurnEnd(Struct, frozen=True):
@@ -118,7 +127,7 @@ def after_turn(text: str, marker: str, end: TurnEnd) -> int | None:
     return at if at >= 0 else None
 
 
-def delta_text(template: ChatTemplate, end: TurnEnd, new: Sequence[Message]) -> str | None:
+def delta_text(template: Renderer, end: TurnEnd, new: Sequence[Message]) -> str | None:
     """Text from the end token of the anchor turn to the end of the generation prompt.
 
     None if the rendering lacks the anchor or its end token.

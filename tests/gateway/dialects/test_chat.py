@@ -13,19 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from afield.chat import ChatTokenizer
 from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.gateway.api_error import ApiError
 from afield.gateway.dialects.chat import Chat
 from afield.turn_tree import canonical
 from afield.types import Message, ToolCall
-from support.gateways import POLICY, running, vocabulary
+from support.gateways import running, vocabulary
+from support.tokenizers import load_tokenizer
 from support.turns import STARTED, asked, done, pieces, read_events
 
 pytestmark = pytest.mark.anyio
 VOCAB = vocabulary()
 STOP = VOCAB.id_of("<|im_end|>")
-DIALECT = Chat(ChatTokenizer.load(POLICY))
+DIALECT = Chat(load_tokenizer())
 PARAMETERS = {
     "type": "object",
     "properties": {"item": {"type": "string"}},

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from afield.chat import ChatTokenizer
 from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.gateway.api_error import ApiError
 from afield.gateway.dialects.completions import Completions
 from afield.types import Budget, Message
-from support.gateways import POLICY, running, vocabulary
+from support.gateways import running, vocabulary
+from support.tokenizers import load_tokenizer
 from support.turns import STARTED, asked, done, pieces, read_events
 
 pytestmark = pytest.mark.anyio
 VOCAB = vocabulary()
 STOP = VOCAB.id_of("<|im_end|>")
-DIALECT = Completions(ChatTokenizer.load(POLICY))
+DIALECT = Completions(load_tokenizer())
 
 
 def said(text: str, **rest: Any) -> ScriptedReply:

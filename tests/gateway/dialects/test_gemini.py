@@ -16,7 +16,6 @@ from google.genai import errors, types
 from hypothesis import given
 from hypothesis import strategies as st
 
-from afield.chat import ChatTokenizer
 from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.gateway.api_error import ApiError, context_exceeded, engine_down
 from afield.gateway.dialects.base import RawRequest, ResponseOptions, encode
@@ -28,13 +27,14 @@ from afield.turn_tree import canonical
 from afield.types import FinishReason, Message
 from support.gateways import POLICY, Running, chat_session, running, vocabulary
 from support.replies import REPLIES, STARTED, done, pieces
+from support.tokenizers import load_tokenizer
 
 # The client's own business with aiohttp.
 QUIET = "ignore:Inheritance class AiohttpClientSession:DeprecationWarning"
 pytestmark = [pytest.mark.anyio, pytest.mark.filterwarnings(QUIET)]
 VOCAB = vocabulary()
 STOP = VOCAB.id_of("<|im_end|>")
-DIALECT = Gemini(ChatTokenizer.load(POLICY))
+DIALECT = Gemini(load_tokenizer())
 SCHEMA = {"type": "object", "properties": {"item": {"type": "string"}}}
 FUNCTION = {"name": "get_price", "description": "The price of an item.", "parameters": SCHEMA}
 GOOGLE_SCHEMA = {"properties": {"item": {"type": "STRING"}}, "type": "OBJECT"}
@@ -392,7 +392,7 @@ async def test_client_tools_are_rendered_with_parameters(tmp_path: Path, as_sche
         asked = types.GenerateContentConfig(tools=tools, automatic_function_calling=off, top_p=0.5, top_k=7)
         await client.models.generate_content(model="m", contents="Hi", config=asked)
         record = await up.client.finalize("r.1")
-    prompt = ChatTokenizer.load(POLICY).decode(engine.recorded[0].prompt_ids)
+    prompt = load_tokenizer().decode(engine.recorded[0].prompt_ids)
     assert '"item": {"type": "string"}' in prompt
     assert as_schema or '"pieces": {' in prompt
     assert {"overridden:top_p", "overridden:top_k"} <= set(record.turns[0].tags)

@@ -12,16 +12,15 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from afield.chat import ChatTokenizer
 from afield.gateway.api_error import ApiError, context_exceeded
 from afield.gateway.dialects.responses import Responses
 from afield.gateway.turn_ids import response_id
 from afield.turn_tree import canonical
 from afield.types import FinishReason, Message, ToolCall
-from support.gateways import POLICY
+from support.tokenizers import load_tokenizer
 from support.turns import STARTED, asked, done, pieces, read_events
 
-DIALECT = Responses(ChatTokenizer.load(POLICY))
+DIALECT = Responses(load_tokenizer())
 STREAM_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 LOOK = {"type": "function", "name": "look", "description": "Look.", "parameters": {}, "strict": False}
 PATCH = {
