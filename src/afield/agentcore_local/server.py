@@ -10,7 +10,6 @@ patterns and times are not modelled. `/_acr/sessions` and `/_acr/stats` show ses
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import logging
@@ -18,15 +17,14 @@ import re
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Generator, Mapping
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import quote, unquote
 
-import uvicorn
 from msgspec import Struct, field
 
 from afield.agentcore_local.control_plane import Account, ControlPlane, Reply
@@ -39,6 +37,7 @@ from afield.agentcore_local.images import AgentImage
 from afield.agentcore_local.quotas import CallCounts, Quotas
 from afield.agentcore_local.requests import read
 from afield.agentcore_local.sessions import LocalSessions, Timings
+from afield.asgi_server import AsgiServer, server_config, serving
 from afield.sdk.listen import listen
 from afield.settings.runtimes import ResourceLimits
 
@@ -308,13 +307,6 @@ class AgentCoreServerOptions(Struct, frozen=True, kw_only=True):
     """Directory for session logs; None uses a temporary one."""
 
 
-class _Server(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Generator[None]:
-        """Leave signals to the owner of the event loop."""
-        yield
-
-
 class AgentCoreServer:
     """Local AgentCore server; use it with `async with`. `url` is its address."""
 
@@ -385,32 +377,18 @@ class AgentCoreServer:
         listener = self._listener or listen("127.0.0.1", 0)
         host, port = listener.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        config = uvicorn.Config(
+        config = server_config(
             app,
             http=self._http,
             log_config=None,
-            log_level="warning",
-            access_log=False,
             proxy_headers=False,
             server_header=False,
-            date_header=False,
             lifespan="off",
-            ws="none",
             backlog=2048,
             timeout_graceful_shutdown=1,
             timeout_keep_alive=60,
         )
-        server = _Server(config)
-        running = asyncio.create_task(server.serve(sockets=[listener]))
-
-        async def end() -> None:
-            server.should_exit = True
-            await running
-            listener.close()
-
-        stack.push_async_callback(end)
-        while not server.started and not running.done():
-            await asyncio.sleep(0.01)
+        await stack.enter_async_context(serving(AsgiServer(config), listener))
 
     async def __aexit__(self, *exc: object) -> None:
         await self._stack.aclose()

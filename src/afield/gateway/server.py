@@ -11,17 +11,16 @@ import asyncio
 import logging
 import socket
 from collections import Counter
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
-import uvicorn
 from msgspec import Struct
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from afield.asgi_server import AsgiServer, server_config, serving
 from afield.gateway.api_error import ApiError
 from afield.gateway.app import GatewayApp
 from afield.gateway.front import receive_connections
@@ -156,13 +155,8 @@ class LimitedHttp(HttpToolsProtocol):
         self.transport.write(head % (error.status, reason) + length + body)
 
 
-class _GatewayServer(uvicorn.Server):
-    """uvicorn server that also serves connections passed from the front."""
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None]:
-        """Leaves signals to the caller's event loop."""
-        yield
+class _GatewayServer(AsgiServer):
+    """Server that also serves connections passed from the front."""
 
     def take(self, connection: socket.socket) -> None:
         """Serves a connection that the front accepted."""
@@ -191,33 +185,24 @@ async def serve(
 ) -> None:
     """Serves until cancelled. `link` is the descriptor from which the front's connections come."""
     limited = Connections(connections or ConnectionLimits())
-    config = uvicorn.Config(
+    config = server_config(
         GatewayApp(gateway),
-        http=partial(LimitedHttp, limited),  # pyright: ignore[reportArgumentType]
+        http=partial(LimitedHttp, limited),
         log_config=None,
-        log_level="warning",
-        access_log=False,
         proxy_headers=False,
         server_header=False,
-        date_header=False,
         lifespan="off",
-        ws="none",  # an upgrade request gets the response to its GET
         timeout_graceful_shutdown=5,
         timeout_keep_alive=30,
     )
     server = _GatewayServer(config)
-    running = asyncio.create_task(server.serve(sockets=[listener]))
-    while not server.started and not running.done():
-        await asyncio.sleep(0.01)
-    taking = asyncio.create_task(receive_connections(link, server.take)) if link is not None else None
-    sweeping = asyncio.create_task(limited.sweep())
-    ready()
-    try:
-        await asyncio.shield(running)
-    finally:
-        sweeping.cancel()
-        if taking:
-            taking.cancel()
-        server.should_exit = True
-        await running
-        listener.close()
+    async with serving(server, listener) as running:
+        tasks = [asyncio.create_task(limited.sweep())]
+        if link is not None:
+            tasks.append(asyncio.create_task(receive_connections(link, server.take)))
+        ready()
+        try:
+            await asyncio.shield(running)
+        finally:
+            for task in tasks:
+                task.cancel()

@@ -14,8 +14,7 @@ import sys
 from types import FrameType
 from typing import Any, NoReturn
 
-import uvicorn
-
+from afield.asgi_server import AsgiServer, server_config
 from afield.sdk.app import Entrypoints, Receive, Scope, Send
 from afield.sdk.serve import load
 
@@ -29,14 +28,7 @@ class Prepared:
     def __init__(self, app: Entrypoints) -> None:
         self.app = app
         self.front = _Front(app)
-        self.config = uvicorn.Config(
-            self.front,
-            log_level="warning",
-            access_log=False,
-            timeout_keep_alive=30,
-            ws="none",
-            date_header=False,
-        )
+        self.config = server_config(self.front, timeout_keep_alive=30)
         self.config.load()
 
 
@@ -52,7 +44,7 @@ def serve(agent: Prepared, listener: socket.socket, *, once: bool) -> NoReturn:
         agent.app.runner.instance = secrets.token_hex(8)
         if once:
             agent.app.runner.on_end(agent.front.over)
-    _Server(agent.config).run(sockets=[listener])
+    _SandboxServer(agent.config).run(sockets=[listener])
     leave(0)
 
 
@@ -63,11 +55,8 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-class _Server(uvicorn.Server):
-    """uvicorn server without its ten wake-ups per second, which cost a full CPU for hundreds of sandboxes."""
-
-    async def main_loop(self) -> None:
-        await asyncio.Event().wait()
+class _SandboxServer(AsgiServer):
+    """Server that exits at once on a signal."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         leave(128 + sig)

@@ -13,16 +13,14 @@ import importlib
 import importlib.util
 import logging
 import os
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import uvicorn
-
 from afield import errors
+from afield.asgi_server import AsgiServer, server_config
 from afield.errors import UsageError, boundary
 from afield.sdk.agent import entry_of
 from afield.sdk.app import App, Entrypoints
@@ -69,8 +67,8 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     port = listener.getsockname()[1]
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=30)  # pyright: ignore[reportArgumentType]
-    _AnnouncingServer(config, lambda: _announce(port, options.ready_fd)).run(sockets=[listener])
+    config = server_config(app, timeout_keep_alive=30)
+    AsgiServer(config, on_start=lambda: _announce(port, options.ready_fd)).run(sockets=[listener])
     return 0
 
 
@@ -80,16 +78,6 @@ def _key(options: argparse.Namespace) -> InvocationKey | None:
     key_file = os.environ.get("AFIELD_INVOCATION_KEY_FILE")  # noqa: TID251 - agents' images have no config
     file = options.key_file or (Path(key_file) if key_file else None)
     return key_for(options.host, file, unsigned=options.unsigned, container=in_container())
-
-
-class _AnnouncingServer(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, announce: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._announce = announce
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        self._announce()
 
 
 def load_object(target: str) -> Any:
