@@ -28,8 +28,8 @@ pytest.register_assert_rewrite("tests.contracts.runtime_contract")
 # Files are handed out whole and in this order. One that takes a minute or more must not begin when the
 # others have ended, since it would then have the machine to itself.
 LONGEST_FIRST = (
-    *("test_crashes", "test_examples", "test_bounded_memory", "test_commands", "test_learning", "test_docs"),
-    *("test_bad_agents", "test_hostile_agents", "test_wrong_values", "test_exactness", "test_agentcore"),
+    *("test_crashes", "test_examples", "test_bounded_memory", "test_train", "test_learning", "test_docs"),
+    *("test_bad_agents", "test_hostile_agents", "test_exactness", "test_agentcore"),
     *("test_turn_tree_oracle", "test_kill", "test_runtime", "test_lora", "test_export"),
     *("test_template", "test_cuda_graphs", "test_torch", "test_bad_input"),
     *("test_sessions", "test_invariants"),

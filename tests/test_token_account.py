@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from msgspec import structs
-from tests.cli.test_new_user import LINE
+from tests.cli.test_live_chart import LINE
 from tests.test_exclusions import DECLARED, chat, user
 
 from afield.cli import show
 from afield.cli.live_chart import Screen, describe
-from afield.cli.report import account_of, told_tokens
+from afield.cli.report import account_of, describe_tokens
 from afield.integrations.trl.worker import token_account as trl_account
 from afield.integrations.verl import rows
 from afield.integrations.verl.manager import GenerateCall, StepCounts
@@ -133,9 +133,9 @@ def test_lines_of_a_run_add_up_to_its_account() -> None:
     assert account == TokenAccount(
         trained=140, excluded={"side:opencode/title": 40}, untrained={"no_advantage": 20}
     )
-    assert told_tokens(account) == (
+    assert describe_tokens(account) == (
         "200 tokens sampled, 140 trained (70.0%), 40 excluded (20.0%: side:opencode/title 40),"
-        " 20 of rollouts that train nothing (no_advantage 20)"
+        " 20 in rollouts that were not trained (no_advantage 20)"
     )
 
 

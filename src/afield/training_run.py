@@ -41,21 +41,27 @@ class GatewayChild:
     of the parent.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, log: Path, start_timeout_s: float) -> None:
         self._process = process
         self._log = log
+        self._start_timeout_s = start_timeout_s
 
     async def died(self) -> Unavailable:
         code = await self._process.wait()
-        return Unavailable(f"the gateway ended with code {code}; see {self._log}, then go on with --resume")
+        return Unavailable(
+            f"the gateway ended with code {code}; see {self._log}, then resume the run with --resume"
+        )
 
     async def ready(self) -> dict[str, str]:
         """Wait until the gateway serves; returns its address and admin key."""
         assert self._process.stdout is not None
         try:
-            line = await asyncio.wait_for(self._process.stdout.readline(), factory.START_TIMEOUT_S)
+            line = await asyncio.wait_for(self._process.stdout.readline(), self._start_timeout_s)
         except TimeoutError as error:
-            raise Unavailable(f"no gateway after {factory.START_TIMEOUT_S:g} s; see {self._log}") from error
+            raise Unavailable(
+                f"the gateway did not start within {self._start_timeout_s:g} s; see {self._log}, or raise"
+                " engine_start_timeout_s"
+            ) from error
         if not line:
             text = (await asyncio.to_thread(self._log.read_text, errors="replace")).strip()
             empty = f"{self._log} is empty; is there room on the disk?"
@@ -78,9 +84,10 @@ async def gateway_child(config: TrainConfig, run: RunDirectory) -> AsyncIterator
             start_new_session=True,
         )
     assert process.stdin is not None
-    process.stdin.write(factory.gateway_settings(config, run).to_json() + b"\n")
+    settings = factory.gateway_settings(config, run)
+    process.stdin.write(settings.to_json() + b"\n")
     try:
-        yield GatewayChild(process, log_path)
+        yield GatewayChild(process, log_path, factory.start_timeout(settings))
     finally:
         await _end(process)
 
@@ -264,7 +271,7 @@ async def connect_gateway(config: TrainConfig, child: GatewayChild | None, admin
         address = await child.ready()
         return factory.gateway_client(address["local_url"], address["admin_key"])
     if not admin_key:
-        raise UsageError(f"the gateway at {config.gateway} takes an admin key: set AFIELD_ADMIN_KEY")
+        raise UsageError(f"the gateway at {config.gateway} needs an admin key: set AFIELD_ADMIN_KEY")
     return factory.gateway_client(
         config.gateway, admin_key, unavailable_timeout_s=config.unavailable_timeout_s
     )

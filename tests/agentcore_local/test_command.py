@@ -247,4 +247,4 @@ def test_an_address_that_others_reach_needs_a_key(host: str, tmp_path: Path) -> 
         tmp_path, "agentcore-local", "--image", f"math={PROGRAM}", "--host", host, "--port", 0
     )
     assert code == 2
-    assert f"{host} can be reached by others" in err and "--secret-key" in err
+    assert f"other machines can reach {host}" in err and "--secret-key" in err

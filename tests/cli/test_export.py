@@ -15,7 +15,7 @@ from afield.batches.tree import TreeBatch
 from afield.cli.main import main
 from afield.orchestrator.state import RunDirectory, RunState
 from afield.types import Rollout, RolloutResult, Task
-from support.processes import afield, summary, train_arguments
+from support.processes import train_arguments, unlearned
 from support.random_groups import branching
 
 READERS = {"jsonl": read_jsonl, "parquet": read_parquet}
@@ -26,28 +26,31 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """A real run of two steps."""
     folder = tmp_path_factory.mktemp("export")
     rows = [{"id": f"q{i}", "question": f"Question {i}?", "seconds": 0} for i in range(2)]
-    sizes = ("--steps", 2, "--tasks-per-step", 2, "--rollouts", 2, "--runtime", "inline")
-    code, out, err = afield(folder, *train_arguments(folder, "slow_agent.py", rows, *sizes))
-    assert code == 0, err
-    return RunDirectory(folder / summary(out)["run"])
+    sizes = ("--steps", 2, "--tasks-per-step", 2, "--rollouts", 2, "--runtime", "inline", *unlearned(folder))
+    arguments = [str(arg) for arg in train_arguments(folder, "slow_agent.py", rows, *sizes)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(arguments) == 0
+    [run] = (folder / "runs").iterdir()
+    return RunDirectory(run)
 
 
 @pytest.mark.parametrize("format", READERS)
 @pytest.mark.parametrize("form", ["linear", "per-turn", "tree"])
-def test_a_file_has_all_that_a_run_was_trained_on(
+def test_the_file_contains_everything_the_run_was_trained_on(
     trained: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str], format: str, form: str
 ) -> None:
     out = tmp_path / f"batch.{format}"
     options = ["--format", format, "--form", form, "--out", str(out), "--json"]
     assert main(["export", str(trained.path), *options]) == 0
-    told = json.loads(capsys.readouterr().out)
+    printed = json.loads(capsys.readouterr().out)
     made = READERS[format](out)
     batch = made.to_rows() if isinstance(made, TreeBatch) else made
     assert isinstance(batch, Batch)
     recorded = [f for step in trained.steps() for f in trained.read_rollouts(step)]
     assert [r.rollout for r in batch.rollouts] == [f.rollout for f in recorded]
     assert sum(s.owned for s in batch.rows) == sum(t.owned for f in recorded for t in f.trajectories) > 0
-    assert told == {
+    assert printed == {
         "out": str(out),
         "format": format,
         "form": form,
@@ -63,7 +66,7 @@ def test_a_file_has_all_that_a_run_was_trained_on(
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
 
 
-def test_one_step_can_be_had_alone(
+def test_one_step_is_exported_alone(
     trained: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "batch.jsonl"
@@ -92,14 +95,14 @@ def hand_made(tmp_path: Path) -> RunDirectory:
     run.write_rollouts(1, [*first, finished("c", dropped, 1.0)])
     run.write_rollouts(2, [finished("d", "exp-e4-task", 1.0)])
     run.append_metrics({"step": 1, "dropped_groups": {dropped: "too few"}})
-    with RunState(run.run_state) as ledger:
+    with RunState(run.run_state) as state:
         for position, (group, members) in enumerate([(kept, ["a", "b"]), (dropped, ["c"])]):
-            ledger.begin_group(group, position, 0)
-            ledger.complete_group(group, members, "greedy" if group == kept else None, None)
+            state.begin_group(group, position, 0)
+            state.complete_group(group, members, "greedy" if group == kept else None, None)
     return run
 
 
-def test_baselines_failures_and_dropped_groups_are_told_apart(
+def test_baselines_failures_and_dropped_groups_are_exported_separately(
     hand_made: RunDirectory, tmp_path: Path
 ) -> None:
     out = tmp_path / "batch.jsonl"
@@ -115,24 +118,17 @@ def test_baselines_failures_and_dropped_groups_are_told_apart(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["nowhere", "--out", "x"], "unknown run 'nowhere'"),
         (["RUN", "--out", "gone/x.jsonl"], "cannot write gone/x.jsonl"),
-        (["RUN", "--out", "x", "--step", "7"], "has no step 7; there are: 1 to 2"),
-        (["RUN", "--out", "x", "--step", "2"], "has trained on nothing in that step"),
+        (["RUN", "--out", "x", "--step", "7"], "has no step 7; it has: 1 to 2"),
+        (["RUN", "--out", "x", "--step", "2"], "has trained on nothing in step 2"),
     ],
 )
-def test_wrong_input_is_named(
-    hand_made: RunDirectory, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_input_is_refused(
+    hand_made: RunDirectory, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = [str(hand_made.path) if a == "RUN" else a for a in arguments]
-    assert main(["export", *given]) == 2
-    assert says in capsys.readouterr().err
-
-
-def test_the_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["export", "--help"])
-    assert ended.value.code == 0
-    assert "per-turn" in capsys.readouterr().out
+    paths = [str(hand_made.path) if a == "RUN" else a for a in arguments]
+    assert main(["export", *paths]) == 2
+    assert message in capsys.readouterr().err

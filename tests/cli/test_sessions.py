@@ -1,4 +1,4 @@
-"""`afield ps`, `kill`, `logs` and `cleanup`, as an operator meets them: controllers live, die, take over."""
+"""`afield ps`, `kill`, `logs` and `cleanup` while controllers run, die and take over."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from afield.cli.cleanup import TERM_S
 from afield.cli.main import main
 from afield.interfaces.runtime import Phase
 from afield.runtimes.process import ProcessRuntime
@@ -35,12 +34,12 @@ KEY = "afk-r.1~run~0123abcd~deadbeef"
 
 
 def served(folder: str, url: str) -> TrackedRuntime:
-    """For a controller in a process of its own."""
+    """The runtime of a controller in another process."""
     return TrackedRuntime(RemoteRuntime([url]), SessionRegistry(Path(folder) / "sessions.sqlite"), "served")
 
 
-class Field:
-    """A folder of runs, and what was started for it."""
+class Runs:
+    """A directory of runs, and the processes started for it."""
 
     def __init__(self, runs: Path) -> None:
         self.runs = runs
@@ -56,26 +55,28 @@ class Field:
     def controller(
         self, maker: str, options: dict[str, Any], row: dict[str, Any], rollout_id: str = "r"
     ) -> subprocess.Popen[bytes]:
-        """A process that launched one attempt of this rollout, and goes on until it is killed."""
-        told = json.dumps(payload(row, invocation(rollout_id)))
-        script = [sys.executable, str(AGENTS / "controller.py"), maker, json.dumps(options), rollout_id, told]
+        """A process that launched one attempt of this rollout and runs until it is killed."""
+        body = json.dumps(payload(row, invocation(rollout_id)))
+        script = [sys.executable, str(AGENTS / "controller.py"), maker, json.dumps(options), rollout_id, body]
         process = subprocess.Popen(script, stdout=subprocess.PIPE)
         self.started.append(process)
         assert process.stdout and process.stdout.readline() == b"launched\n"
         return process
 
-    def processes(self, run: Path, row: dict[str, Any], rollout_id: str = "r") -> subprocess.Popen[bytes]:
+    def process_controller(
+        self, run: Path, row: dict[str, Any], rollout_id: str = "r"
+    ) -> subprocess.Popen[bytes]:
         options = {"folder": str(run), "target": f"{ACTING}:act"}
         return self.controller("tests.runtimes.test_registry:rostered", options, row, rollout_id)
 
-    def serving(self, target: str) -> str:
+    def server(self, target: str) -> str:
         script = [sys.executable, "-m", "afield.sdk.serve", target, "--outcome-root", "/"]
         process = subprocess.Popen(script, stdout=subprocess.PIPE)
         self.started.append(process)
         assert process.stdout
         return f"http://127.0.0.1:{int(process.stdout.readline())}"
 
-    def reaper(self, *args: object) -> subprocess.Popen[str]:
+    def cleanup(self, *args: object) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
         process = subprocess.Popen(command("cleanup", *args), stdin=pipe, stdout=pipe, text=True)
         self.started.append(process)
@@ -83,9 +84,9 @@ class Field:
 
 
 @pytest.fixture
-def field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Field]:
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runs]:
     monkeypatch.setenv("AFIELD_RUNS", str(tmp_path / "runs"))
-    made = Field(tmp_path / "runs")
+    made = Runs(tmp_path / "runs")
     yield made
     for process in made.started:
         process.kill()
@@ -95,12 +96,12 @@ def field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Field]:
                 pipe.close()
 
 
-Told = Callable[..., Any]
+RunJson = Callable[..., Any]
 
 
 @pytest.fixture
-def told(capsys: pytest.CaptureFixture[str]) -> Told:
-    """What a command says as JSON; it has to end as expected."""
+def run_json(capsys: pytest.CaptureFixture[str]) -> RunJson:
+    """Function that runs a command with --json and checks its exit code."""
 
     def run(*args: object, code: int = 0) -> Any:
         assert main([*map(str, args), "--json"]) == code
@@ -121,35 +122,37 @@ def dead() -> ProcessRef:
     return owner
 
 
-def note(
+def register(
     run: Path, session_id: str, owner: ProcessRef, *, outlives: bool = True, runtime: str = "served"
 ) -> None:
-    roster = SessionRegistry(run / "sessions.sqlite")
-    roster.add_owner(owner)
-    roster.record(session_id, runtime, owner, outlives=outlives, phase=Phase.RUNNING)
-    roster.close()
+    registry = SessionRegistry(run / "sessions.sqlite")
+    registry.add_owner(owner)
+    registry.record(session_id, runtime, owner, outlives=outlives, phase=Phase.RUNNING)
+    registry.close()
 
 
 # --- ps --------------------------------------------------------------------------------------------------
 
 
-def test_where_nothing_runs_ps_says_so(field: Field, capsys: pytest.CaptureFixture[str], told: Told) -> None:
-    assert main(["ps"]) == 0
-    assert "no session runs" in capsys.readouterr().out
-    field.run("quiet")
-    assert told("ps", "quiet") == {"sessions": []}
-
-
-def test_ps_names_every_session_of_every_run_and_whose_it_is(
-    field: Field, capsys: pytest.CaptureFixture[str], told: Told
+def test_ps_without_sessions_prints_where_it_searched(
+    runs: Runs, capsys: pytest.CaptureFixture[str], run_json: RunJson
 ) -> None:
-    first, second = field.run("first"), field.run("second", "served=http://127.0.0.1:9")
+    assert main(["ps"]) == 0
+    assert f"no running sessions in {runs.runs}; AFIELD_RUNS" in capsys.readouterr().out
+    runs.run("quiet")
+    assert run_json("ps", "quiet") == {"sessions": []}
+
+
+def test_ps_lists_sessions_of_all_runs_with_their_owners(
+    runs: Runs, capsys: pytest.CaptureFixture[str], run_json: RunJson
+) -> None:
+    first, second = runs.run("first"), runs.run("second", "served=http://127.0.0.1:9")
     us = ProcessRef.of(os.getpid())
-    note(first, "a.1", us, runtime="process", outlives=False)
-    note(first / "verifiers", "a.1", us, runtime="sandbox", outlives=False)
-    note(second, "b.1", dead())
-    note(second, "c.1", ProcessRef("another-machine", 7, "1"))
-    lines = {(line["run"], line["role"], line["session"]): line for line in told("ps")["sessions"]}
+    register(first, "a.1", us, runtime="process", outlives=False)
+    register(first / "verifiers", "a.1", us, runtime="sandbox", outlives=False)
+    register(second, "b.1", dead())
+    register(second, "c.1", ProcessRef("another-machine", 7, "1"))
+    lines = {(line["run"], line["role"], line["session"]): line for line in run_json("ps")["sessions"]}
     assert set(lines) == {
         ("first", "agent", "a.1"),
         ("first", "verifier", "a.1"),
@@ -157,7 +160,7 @@ def test_ps_names_every_session_of_every_run_and_whose_it_is(
         ("second", "agent", "c.1"),
     }
     assert [line["orphan"] for line in lines.values()] == [False, False, True, False]
-    assert ids(told("ps", "second")) == ["b.1", "c.1"]
+    assert ids(run_json("ps", "second")) == ["b.1", "c.1"]
     assert main(["ps"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].split() == ["RUN", "SESSION", "RUNTIME", "PHASE", "WHERE", "AGE", "OWNER"]
@@ -165,17 +168,17 @@ def test_ps_names_every_session_of_every_run_and_whose_it_is(
     assert any("pid 7 on another-machine" in line for line in shown)
 
 
-def test_sessions_that_ended_with_their_controller_are_not_shown(field: Field, told: Told) -> None:
-    note(field.run("first"), "a.1", dead(), runtime="process", outlives=False)
-    assert told("ps") == {"sessions": []}
+def test_ps_omits_sessions_that_ended_with_their_controller(runs: Runs, run_json: RunJson) -> None:
+    register(runs.run("first"), "a.1", dead(), runtime="process", outlives=False)
+    assert run_json("ps") == {"sessions": []}
 
 
-def test_ps_works_in_a_pipe_that_closes_early(field: Field) -> None:
-    run = field.run("first", "served=http://127.0.0.1:9")
-    roster, owner = SessionRegistry(run / "sessions.sqlite"), ProcessRef.of(os.getpid())
+def test_ps_prints_no_traceback_when_its_pipe_closes(runs: Runs) -> None:
+    run = runs.run("first", "served=http://127.0.0.1:9")
+    registry, owner = SessionRegistry(run / "sessions.sqlite"), ProcessRef.of(os.getpid())
     for n in range(2000):
-        roster.record(f"a{n}.1", "served", owner, outlives=True, phase=Phase.RUNNING)
-    roster.close()
+        registry.record(f"a{n}.1", "served", owner, outlives=True, phase=Phase.RUNNING)
+    registry.close()
     line = " ".join(command("ps"))
     done = subprocess.run(["sh", "-c", f"{line} | head -1"], capture_output=True, timeout=60, check=False)
     assert done.stdout.startswith(b"RUN")
@@ -185,10 +188,10 @@ def test_ps_works_in_a_pipe_that_closes_early(field: Field) -> None:
 # --- kill ------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_session_is_refused_with_near_ones(
-    field: Field, capsys: pytest.CaptureFixture[str]
+def test_kill_refuses_an_unknown_session_with_the_nearest_ids(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    note(field.run("first"), "t1-e0-r0.1", ProcessRef.of(os.getpid()), runtime="process")
+    register(runs.run("first"), "t1-e0-r0.1", ProcessRef.of(os.getpid()), runtime="process")
     assert main(["kill", "t1-e0-r9.1"]) == 2
     assert "did you mean t1-e0-r0.1?" in capsys.readouterr().err
     assert main(["kill"]) == 2
@@ -197,160 +200,177 @@ def test_an_unknown_session_is_refused_with_near_ones(
     assert "unknown run 'frist'" in capsys.readouterr().err
 
 
-def test_kill_ends_the_process_of_a_session_and_leaves_the_controller(field: Field, told: Told) -> None:
-    run = field.run("first")
-    controller = field.processes(run, {"do": "hang"})
-    [line] = told("ps")["sessions"]
+def test_kill_ends_the_process_of_a_session_but_not_the_controller(runs: Runs, run_json: RunJson) -> None:
+    run = runs.run("first")
+    controller = runs.process_controller(run, {"do": "hang"})
+    [line] = run_json("ps")["sessions"]
     pid = int(line["where"].split()[1])
     assert alive(pid) and line["owner"] == {**line["owner"], "pid": controller.pid, "alive": True}
-    said = told("kill", "r.1")
-    assert (said["ended"], said["failed"]) == (1, 0)
+    report = run_json("kill", "r.1")
+    assert (report["ended"], report["failed"]) == (1, 0)
     until(lambda: not alive(pid), "the worker is gone")
     assert controller.poll() is None
 
 
-def a_sleeper(field: Field) -> subprocess.Popen[Any]:
+def sleeping_process(runs: Runs) -> subprocess.Popen[Any]:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    field.started.append(process)
+    runs.started.append(process)
     return process
 
 
-def test_what_is_still_starting_is_killed_as_soon_as_it_has_a_process(field: Field, told: Told) -> None:
-    run, us = field.run("first"), ProcessRef.of(os.getpid())
-    sleeper = a_sleeper(field)
+def test_kill_waits_for_the_process_of_a_starting_session(runs: Runs, run_json: RunJson) -> None:
+    run, us = runs.run("first"), ProcessRef.of(os.getpid())
+    sleeper = sleeping_process(runs)
 
     def place() -> None:
-        roster = SessionRegistry(run / "sessions.sqlite")
-        roster.update("r.1", Phase.RUNNING, f"pid {sleeper.pid}")
+        registry = SessionRegistry(run / "sessions.sqlite")
+        registry.update("r.1", Phase.RUNNING, f"pid {sleeper.pid}")
         sleeper.wait(20)
-        roster.close()
+        registry.close()
 
-    roster = SessionRegistry(run / "sessions.sqlite")
-    roster.record("r.1", "process", us, outlives=False, phase=Phase.STARTING)
-    roster.close()
+    registry = SessionRegistry(run / "sessions.sqlite")
+    registry.record("r.1", "process", us, outlives=False, phase=Phase.STARTING)
+    registry.close()
     placing = threading.Timer(0.5, place)
     placing.start()
-    said = told("kill", "r.1")
+    report = run_json("kill", "r.1")
     placing.join()
-    assert (said["ended"], said["failed"]) == (1, 0)
+    assert (report["ended"], report["failed"]) == (1, 0)
     assert sleeper.poll() == -signal.SIGTERM
 
 
-def test_what_a_killed_worker_served_beside_is_told(field: Field, told: Told) -> None:
-    run, us = field.run("first"), ProcessRef.of(os.getpid())
-    sleeper = a_sleeper(field)
-    roster = SessionRegistry(run / "sessions.sqlite")
+def test_kill_names_other_sessions_of_the_ended_worker(runs: Runs, run_json: RunJson) -> None:
+    run, us = runs.run("first"), ProcessRef.of(os.getpid())
+    sleeper = sleeping_process(runs)
+    registry = SessionRegistry(run / "sessions.sqlite")
     for session_id in ("a.1", "b.1"):
-        roster.record(session_id, "process", us, outlives=False, phase=Phase.RUNNING)
-        roster.update(session_id, Phase.RUNNING, f"pid {sleeper.pid}")
-    roster.close()
+        registry.record(session_id, "process", us, outlives=False, phase=Phase.RUNNING)
+        registry.update(session_id, Phase.RUNNING, f"pid {sleeper.pid}")
+    registry.close()
 
-    def hear() -> None:  # as its collector does: what ended with the worker is struck at once
+    def remove_other() -> None:  # as the controller does when the worker has ended
         sleeper.wait(20)
-        heard = SessionRegistry(run / "sessions.sqlite")
-        heard.remove("b.1")
-        heard.close()
+        registry = SessionRegistry(run / "sessions.sqlite")
+        registry.remove("b.1")
+        registry.close()
 
-    hearing = threading.Thread(target=hear)
-    hearing.start()
-    [line] = told("kill", "a.1")["sessions"]
-    hearing.join()
-    assert "and with it what it served beside: b.1" in line["said"]
+    removing = threading.Thread(target=remove_other)
+    removing.start()
+    [line] = run_json("kill", "a.1")["sessions"]
+    removing.join()
+    assert "the sessions that it also served: b.1" in line["message"]
 
 
-def test_sessions_that_take_long_to_end_are_ended_at_the_same_time(field: Field, told: Told) -> None:
-    run, us = field.run("first"), ProcessRef.of(os.getpid())
-    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
-    roster = SessionRegistry(run / "sessions.sqlite")
-    for n in range(4):
-        process = subprocess.Popen(
-            [sys.executable, "-c", f"{deaf}; print(flush=True); time.sleep(60)"], stdout=subprocess.PIPE
-        )
-        field.started.append(process)
+WAITS_FOR_OTHERS = """
+import pathlib, signal, sys, time
+directory, name, count = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+def end(*_):
+    (directory / name).touch()
+    while len(list(directory.iterdir())) < count:
+        time.sleep(0.01)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+print(flush=True)
+time.sleep(60)
+"""
+
+
+def test_kill_signals_all_sessions_before_it_waits_for_one(
+    runs: Runs, run_json: RunJson, tmp_path: Path
+) -> None:
+    run, us = runs.run("first"), ProcessRef.of(os.getpid())
+    (tmp_path / "signalled").mkdir()
+    registry = SessionRegistry(run / "sessions.sqlite")
+    processes: list[subprocess.Popen[bytes]] = []
+    for n in range(1, 4):
+        # Each process ends once all have got SIGTERM; otherwise SIGKILL ends it.
+        arguments = [sys.executable, "-c", WAITS_FOR_OTHERS, str(tmp_path / "signalled"), str(n), "3"]
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE)
+        runs.started.append(process)
+        processes.append(process)
         assert process.stdout and process.stdout.readline()
-        # Nobody waits for it but us, and what is dead and not waited for still has its number.
+        # A process that is dead but not waited for keeps its pid.
         threading.Thread(target=process.wait, daemon=True).start()
-        roster.record(f"r.{n + 1}", "process", us, outlives=False, phase=Phase.RUNNING)
-        roster.update(f"r.{n + 1}", Phase.RUNNING, f"pid {process.pid}")
-    roster.close()
-    began = time.monotonic()
-    assert told("kill", "--run", "first")["ended"] == 4
-    assert time.monotonic() - began < 3 * TERM_S
+        registry.record(f"r.{n}", "process", us, outlives=False, phase=Phase.RUNNING)
+        registry.update(f"r.{n}", Phase.RUNNING, f"pid {process.pid}")
+    registry.close()
+    assert run_json("kill", "--run", "first")["ended"] == 3
+    assert [process.wait(20) for process in processes] == [0, 0, 0]
 
 
-def test_what_runs_inside_its_controller_is_not_killed_with_it(field: Field, told: Told) -> None:
-    run = field.run("first", "inline")
-    roster, us = SessionRegistry(run / "sessions.sqlite"), ProcessRef.of(os.getpid())
-    roster.record("r.1", "inline", us, outlives=False, phase=Phase.RUNNING)
-    roster.update("r.1", Phase.RUNNING, f"pid {os.getpid()}")
-    roster.close()
-    said = told("kill", "r.1", code=1)
-    assert f"stop that, pid {os.getpid()}" in said["sessions"][0]["said"]
+def test_kill_refuses_a_session_that_runs_inside_its_controller(runs: Runs, run_json: RunJson) -> None:
+    run = runs.run("first", "inline")
+    registry, us = SessionRegistry(run / "sessions.sqlite"), ProcessRef.of(os.getpid())
+    registry.record("r.1", "inline", us, outlives=False, phase=Phase.RUNNING)
+    registry.update("r.1", Phase.RUNNING, f"pid {os.getpid()}")
+    registry.close()
+    report = run_json("kill", "r.1", code=1)
+    assert f"stop pid {os.getpid()}" in report["sessions"][0]["message"]
 
 
-def test_a_number_that_now_belongs_to_another_process_is_left_alone(field: Field, told: Told) -> None:
-    run = field.run("first")
-    controller = field.processes(run, {"do": "hang"})
+def test_kill_spares_a_process_that_reuses_the_pid(runs: Runs, run_json: RunJson) -> None:
+    run = runs.run("first")
+    controller = runs.process_controller(run, {"do": "hang"})
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    field.started.append(bystander)
+    runs.started.append(bystander)
     owner = ProcessRef.of(bystander.pid)
     earlier = ProcessRef(owner.host, owner.pid, "1")
     with contextlib.closing(sqlite3.connect(run / "sessions.sqlite", isolation_level=None)) as db:
         db.execute("UPDATE sessions SET process = ?", (str(earlier),))
-    told("kill", "--run", "first")
+    run_json("kill", "--run", "first")
     assert bystander.poll() is None
     assert controller.poll() is None
 
 
-def nap_of(field: Field) -> tuple[Path, str, Path]:
-    url = field.serving(f"{ACTING}:nap")
-    return field.run("far", f"served={url}"), url, field.runs / "mark"
+def agent_server(runs: Runs) -> tuple[Path, str, Path]:
+    url = runs.server(f"{ACTING}:nap")
+    return runs.run("far", f"served={url}"), url, runs.runs / "mark"
 
 
-def test_kill_reaches_what_runs_elsewhere(field: Field, told: Told) -> None:
-    run, url, mark = nap_of(field)
+def test_kill_stops_a_session_on_an_agent_server(runs: Runs, run_json: RunJson) -> None:
+    run, url, mark = agent_server(runs)
     options = {"folder": str(run), "url": url}
-    field.controller("tests.cli.test_sessions:served", options, {"seconds": 600, "mark": str(mark)})
-    until(mark.exists, "the agent naps")
-    assert told("kill", "r.1", "--run", "far")["ended"] == 1
+    runs.controller("tests.cli.test_sessions:served", options, {"seconds": 600, "mark": str(mark)})
+    until(mark.exists, "the agent runs")
+    assert run_json("kill", "r.1", "--run", "far")["ended"] == 1
     until(lambda: mark.read_text() == "cancelled", "the agent was cancelled")
 
 
-# --- reap ------------------------------------------------------------------------------------------------
+# --- cleanup ---------------------------------------------------------------------------------------------
 
 
-def test_reap_ends_what_a_dead_controller_left_and_nothing_else(field: Field, told: Told) -> None:
-    run, url, mark = nap_of(field)
+def test_cleanup_ends_only_orphaned_sessions(runs: Runs, run_json: RunJson) -> None:
+    run, url, mark = agent_server(runs)
     options = {"folder": str(run), "url": url}
     row = {"seconds": 600, "mark": str(mark)}
-    controller = field.controller("tests.cli.test_sessions:served", options, row)
-    until(mark.exists, "the agent naps")
-    assert told("cleanup")["sessions"] == []
+    controller = runs.controller("tests.cli.test_sessions:served", options, row)
+    until(mark.exists, "the agent runs")
+    assert run_json("cleanup")["sessions"] == []
     controller.send_signal(signal.SIGKILL)
     controller.wait(20)
-    assert [line["orphan"] for line in told("ps")["sessions"]] == [True]
-    said = told("cleanup", "far")
-    assert (ids(said), said["failed"]) == (["r.1"], 0)
+    assert [line["orphan"] for line in run_json("ps")["sessions"]] == [True]
+    report = run_json("cleanup", "far")
+    assert (ids(report), report["failed"]) == (["r.1"], 0)
     until(lambda: mark.read_text() == "cancelled", "the agent was cancelled")
-    assert told("ps") == {"sessions": []} and told("cleanup")["sessions"] == []
+    assert run_json("ps") == {"sessions": []} and run_json("cleanup")["sessions"] == []
 
 
-def test_a_place_that_cannot_be_reached_is_told_and_its_sessions_stay(field: Field, told: Told) -> None:
-    run = field.run("far", "agentcore=not-an-arn")
-    note(run, "r.1", dead(), runtime="agentcore")
-    said = told("cleanup", "far", code=1)
-    assert said["failed"] == 1 and said["sessions"][0]["said"]
-    assert ids(told("ps")) == ["r.1"]
+def test_cleanup_keeps_sessions_of_an_unreachable_runtime_and_fails(runs: Runs, run_json: RunJson) -> None:
+    run = runs.run("far", "agentcore=not-an-arn")
+    register(run, "r.1", dead(), runtime="agentcore")
+    report = run_json("cleanup", "far", code=1)
+    assert report["failed"] == 1 and report["sessions"][0]["message"]
+    assert ids(run_json("ps")) == ["r.1"]
 
 
-def test_the_guard_waits_for_its_controller_to_be_gone(field: Field, told: Told) -> None:
-    run, url, mark = nap_of(field)
+def test_cleanup_when_stdin_ends_waits_for_the_controller_to_die(runs: Runs, run_json: RunJson) -> None:
+    run, url, mark = agent_server(runs)
     options = {"folder": str(run), "url": url}
-    controller = field.controller(
+    controller = runs.controller(
         "tests.cli.test_sessions:served", options, {"seconds": 600, "mark": str(mark)}
     )
-    guard = field.reaper(run, "--when-stdin-ends", "--grace-s", 1, "--json")
-    until(mark.exists, "the agent naps")
+    guard = runs.cleanup(run, "--when-stdin-ends", "--grace-s", 1, "--json")
+    until(mark.exists, "the agent runs")
     assert guard.poll() is None
     controller.send_signal(signal.SIGKILL)
     controller.wait(20)
@@ -361,29 +381,31 @@ def test_the_guard_waits_for_its_controller_to_be_gone(field: Field, told: Told)
     assert ids(json.loads(guard.stdout.read())) == ["r.1"]
 
 
-def test_a_controller_that_takes_over_keeps_its_sessions(field: Field, told: Told) -> None:
-    run, url, mark = nap_of(field)
+def test_cleanup_when_stdin_ends_spares_sessions_of_a_new_controller(runs: Runs, run_json: RunJson) -> None:
+    run, url, mark = agent_server(runs)
     options = {"folder": str(run), "url": url}
     row = {"seconds": 600, "mark": str(mark)}
-    controller = field.controller("tests.cli.test_sessions:served", options, row)
-    until(mark.exists, "the agent naps")
+    controller = runs.controller("tests.cli.test_sessions:served", options, row)
+    until(mark.exists, "the agent runs")
     controller.send_signal(signal.SIGKILL)
     controller.wait(20)
-    guard = field.reaper(run, "--when-stdin-ends", "--grace-s", 30, "--json")
+    guard = runs.cleanup(run, "--when-stdin-ends", "--grace-s", 30, "--json")
     assert guard.stdin and guard.stdout
     guard.stdin.close()
-    field.controller("tests.cli.test_sessions:served", options, row)
+    runs.controller("tests.cli.test_sessions:served", options, row)
     assert guard.wait(60) == 0
     assert json.loads(guard.stdout.read())["sessions"] == []
     assert mark.read_text() == ""
-    assert [line["orphan"] for line in told("ps")["sessions"]] == [False]
+    assert [line["orphan"] for line in run_json("ps")["sessions"]] == [False]
 
 
 # --- logs ------------------------------------------------------------------------------------------------
 
 
-def test_logs_are_those_of_the_session_without_keys(field: Field, capsys: pytest.CaptureFixture[str]) -> None:
-    run = field.run("first")
+def test_logs_prints_the_log_of_a_session_without_keys(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = runs.run("first")
     (run / "logs").mkdir()
     lines = [f"line {n}" for n in range(10)]
     (run / "logs" / "r.1.log").write_text("\n".join([f"key {KEY}", *lines]) + "\n")
@@ -398,56 +420,56 @@ def test_logs_are_those_of_the_session_without_keys(field: Field, capsys: pytest
     assert "did you mean r.1?" in capsys.readouterr().err
 
 
-def test_the_log_of_a_warm_worker_is_found_while_the_session_runs(
-    field: Field, capsys: pytest.CaptureFixture[str]
+def test_logs_prints_the_log_of_the_worker_of_a_running_session(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = field.run("first")
-    field.processes(run, {"do": "hang", "say": "good morning"})
+    run = runs.run("first")
+    runs.process_controller(run, {"do": "hang", "say": "good morning"})
     log = until(lambda: next((run / "logs").glob("worker-*.log"), None), "there is a log")
     until(lambda: "good morning" in log.read_text(), "the agent spoke")
     assert main(["logs", "r.1"]) == 0
     assert "good morning" in capsys.readouterr().out
 
 
-def test_what_an_ended_session_printed_is_found_in_the_log_of_its_warm_worker(
-    field: Field, capsys: pytest.CaptureFixture[str]
+def test_logs_prints_the_section_of_an_ended_session_in_its_workers_log(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = field.run("first")
+    run = runs.run("first")
 
     async def main_loop() -> None:
         async with ProcessRuntime(f"{ACTING}:act", log_dir=run / "logs", workers=1) as runtime:
             for number, words in enumerate(("good morning", "", "good night"), 1):
                 attempt = Attempt("r", number)
                 row = {"do": "nothing", "say": words} if words else {"do": "nothing"}
-                told = invocation("r", number, outcome_url=f"file://{run}/outcomes")
-                await runtime.launch(attempt, payload(row, told))
+                request = invocation("r", number, outcome_url=f"file://{run}/outcomes")
+                await runtime.launch(attempt, payload(row, request))
                 await runtime.wait(attempt)
 
     asyncio.run(main_loop())
     assert main(["logs", "r.1"]) == 0
     out, err = capsys.readouterr()
-    assert out == "good morning\n" and "r.1 has ended; what its process printed meanwhile" in err
+    assert out == "good morning\n" and "session r.1 has ended; this part of its worker's log" in err
     assert main(["logs", "r.3"]) == 0
     assert capsys.readouterr().out == "good night\n"
     assert main(["logs", "r.2"]) == 2
     assert "unknown session 'r.2'; did you mean" in capsys.readouterr().err
 
 
-def test_following_ends_with_the_session(field: Field) -> None:
-    run = field.run("first")
+def test_logs_follow_ends_with_the_session(runs: Runs) -> None:
+    run = runs.run("first")
     (run / "logs").mkdir()
     log = run / "logs" / "r.1.log"
     log.write_text("one\n")
-    note(run, "r.1", ProcessRef.of(os.getpid()), runtime="process", outlives=False)
+    register(run, "r.1", ProcessRef.of(os.getpid()), runtime="process", outlives=False)
     process = subprocess.Popen(command("logs", "r.1", "--follow"), stdout=subprocess.PIPE, text=True)
-    field.started.append(process)
+    runs.started.append(process)
     assert process.stdout and process.stdout.readline() == "one\n"
     with log.open("a") as file:
         file.write("two\n")
     assert process.stdout.readline() == "two\n"
     time.sleep(0.5)
     assert process.poll() is None
-    roster = SessionRegistry(run / "sessions.sqlite")
-    roster.remove(Attempt("r", 1).session_id)
-    roster.close()
+    registry = SessionRegistry(run / "sessions.sqlite")
+    registry.remove(Attempt("r", 1).session_id)
+    registry.close()
     assert process.wait(60) == 0

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.cli.test_sessions import dead, note
+from tests.cli.test_sessions import dead, register
 from tests.orchestrator.test_verifier import half, hand_in, judged
 from tests.runtimes.test_agentcore import opened, serving
 from tests.runtimes.test_registry import Elsewhere
@@ -282,7 +282,7 @@ def test_a_session_that_two_runs_have_is_not_killed_until_it_is_said_whose(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("one", "two"):
-        note(runs / name, "train-e0-t0-0.1", ProcessRef.of(os.getpid()), runtime="process")
+        register(runs / name, "train-e0-t0-0.1", ProcessRef.of(os.getpid()), runtime="process")
     assert main(["kill", "train-e0-t0-0.1"]) == 2
     assert "one, two" in (said := capsys.readouterr().err) and "--run" in said
 
@@ -293,7 +293,7 @@ def test_killing_a_session_of_a_warm_worker_tells_what_ends_with_it(
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     roster = SessionRegistry(runs / "one" / "sessions.sqlite")
     for session_id in ("a.1", "b.1"):
-        note(runs / "one", session_id, ProcessRef.of(os.getpid()), runtime="process")
+        register(runs / "one", session_id, ProcessRef.of(os.getpid()), runtime="process")
         roster.update(session_id, Phase.RUNNING, f"pid {worker.pid} (worker-1-1.log)")
     roster.close()
     assert main(["kill", "a.1"]) == 0

@@ -154,7 +154,7 @@ def test_a_run_that_lacked_memory_goes_on_in_smaller_parts_and_learns_nothing_el
     config, _ = resume(run, parser.parse_args(["train", "--resume", "run", *words]), Environment.read())
     assert (config.learn.max_tokens_per_pass, config.learn.devices) == (512, 2)
     for other in ("learn.loss=cispo", "learn.lora.rank=4", "learn.dtype=bfloat16"):
-        with pytest.raises(UsageError, match="a resumed run keeps its learn"):
+        with pytest.raises(UsageError, match="learn cannot change in a resumed run"):
             resume(run, parser.parse_args(["train", "--resume", "run", "--set", other]), Environment.read())
 
 

@@ -26,15 +26,16 @@ from afield.settings.gateway import LogFormat
 DESCRIPTION = """\
 A server compatible with AWS Bedrock AgentCore Runtime, on this machine. Real boto3 clients of
 bedrock-agentcore and bedrock-agentcore-control reach it by endpoint_url. Each session runs an unmodified
-program in an isolated place of its own.
+program in a sandbox of its own.
 """
 NOT_MODELLED = """\
 It does not model: IAM roles and policies, JWT authorizers; VPC networking;
 containers as such (an image is a program of this machine; no arm64, no microVM); MCP, A2A and
 WebSocket; file systems, lifecycle hooks, capacity providers; gateways, memory, identity and the other
-services of AgentCore. Runtimes are forgotten when it ends.
+services of AgentCore. Runtimes are lost when the server ends.
 """
-LAST_S = 10.0
+EXIT_S = 10.0
+"""Time to end after standard input has closed, in seconds."""
 
 
 def add(commands: Any) -> None:
@@ -43,31 +44,40 @@ def add(commands: Any) -> None:
     faults = "\n".join(f"  {kind:9} {what}" for kind, what in KINDS.items())
     command = commands.add_parser(
         "agentcore-local",
-        help="a local server for AgentCore clients",
+        help="serve the AgentCore API on this machine",
         description=DESCRIPTION,
         epilog=f"{NOT_MODELLED}\nfaults:\n{faults}\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_programs(command)
     _add_limits(command)
-    command.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
-    command.add_argument("--port", type=int, default=8480, help="0 takes any free port (default: 8480)")
-    command.add_argument("--region", default="us-west-2", help="in ARNs (default: us-west-2)")
-    command.add_argument("--account", default="123456789012", help="in ARNs (default: 123456789012)")
+    command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    command.add_argument(
+        "--port", type=int, default=8480, help="port to listen on; 0 takes any free one (default: 8480)"
+    )
+    command.add_argument("--region", default="us-west-2", help="AWS region in ARNs (default: us-west-2)")
+    command.add_argument(
+        "--account", default="123456789012", help="AWS account in ARNs (default: 123456789012)"
+    )
     command.add_argument(
         "--require-signature",
         action="store_true",
-        help="refuse requests without a SigV4 header; --secret-key verifies it, too",
+        help="refuse requests without a SigV4 header; --secret-key also verifies it",
     )
     command.add_argument(
         "--secret-key",
         metavar="KEY",
-        help="verify that requests are signed with this secret access key; or AFIELD_ACR_SECRET_KEY,"
-        " which other users cannot read; needed on any address but loopback",
+        help="secret access key that requests must be signed with, or AFIELD_ACR_SECRET_KEY, which other"
+        " users cannot read; required on addresses other than loopback",
     )
-    command.add_argument("--log-format", choices=get_args(LogFormat), default="text", help="default: text")
+    command.add_argument(
+        "--log-format",
+        choices=get_args(LogFormat),
+        default="text",
+        help="format of log lines (default: text)",
+    )
     command.add_argument("--json", action="store_true", help="print the address as one line of JSON")
-    command.add_argument("--exit-with-parent", action="store_true", help="end when standard input closes")
+    command.add_argument("--exit-with-parent", action="store_true", help="exit when standard input closes")
     command.set_defaults(run=run)
 
 
@@ -77,34 +87,40 @@ def _add_programs(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=PROGRAM",
-        help="what a container URI stands for: app.py (run as it is, serves port 8080), file.py:agent"
-        " (served with afield's SDK) or a command; NAME is a URI, a repository:tag or a repository",
+        help="program that a container URI stands for: app.py (serves port 8080 itself), file.py:agent"
+        " (served by afield's SDK) or a command; NAME is a URI, repository:tag or repository",
     )
     command.add_argument(
-        "--code-root", type=Path, metavar="DIR", help="where entry points of codeConfiguration are"
+        "--code-root", type=Path, metavar="DIR", help="directory of the entry points of codeConfiguration"
     )
     command.add_argument(
         "--isolation",
         choices=("sandbox", "none"),
         default="sandbox",
-        help="none: plain processes, that share this machine's files and network (default: sandbox)",
+        help="isolation of programs; none: processes with access to files and network (default: sandbox)",
     )
     command.add_argument(
         "--allow",
         action="append",
         default=[],
         metavar="HOST:PORT",
-        help="what sandboxed programs may reach; nothing else is reachable",
+        help="address that sandboxed programs may connect to; may be repeated (default: none)",
     )
     command.add_argument(
-        "--mount", action="append", default=[], metavar="PATH", help="what sandboxed programs may read"
+        "--mount", action="append", default=[], metavar="PATH", help="path that sandboxed programs may read"
     )
     command.add_argument(
-        "--warm", action="append", default=[], metavar="MODULE", help="what is imported once for all sessions"
+        "--warm", action="append", default=[], metavar="MODULE", help="module to import once for all sessions"
     )
-    command.add_argument("--memory-mb", type=int, default=1024, help="of a session (default: 1024)")
     command.add_argument(
-        "--logs", type=Path, default=Path("acr-logs"), metavar="DIR", help="a file for each session start"
+        "--memory-mb", type=int, default=1024, help="memory limit of a session in MiB (default: 1024)"
+    )
+    command.add_argument(
+        "--logs",
+        type=Path,
+        default=Path("acr-logs"),
+        metavar="DIR",
+        help="directory of session logs (default: acr-logs)",
     )
 
 
@@ -112,18 +128,22 @@ def _add_limits(command: argparse.ArgumentParser) -> None:
     def number(name: str, default: float, help: str) -> None:
         command.add_argument(name, type=type(default), default=default, help=f"{help} (default: {default:g})")
 
-    number("--sessions", 1000, "alive at once, else 402")
-    number("--starts-per-s", 25.0, "session starts, else 429")
-    number("--stops-per-s", 25.0, "stops, counted apart, else 429")
-    number("--invokes-per-s", 200.0, "invokes of one agent, else 429")
-    number("--burst-s", 1.0, "how many seconds' worth of these may come at once")
-    number("--cold-start-s", 0.0, "the invoke that starts a session takes at least this long")
-    number("--init-s", 30.0, "a program serves /ping within this time, else 424")
-    number("--ready-s", 0.5, "a runtime is CREATING, UPDATING or DELETING for this long")
-    number("--speed", 1.0, "lifecycles and request limits run this many times faster")
-    number("--seed", 0, "of the faults")
+    number("--sessions", 1000, "sessions alive at once; more get 402")
+    number("--starts-per-s", 25.0, "session starts per second; more get 429")
+    number("--stops-per-s", 25.0, "session stops per second; more get 429")
+    number("--invokes-per-s", 200.0, "invocations of one agent per second; more get 429")
+    number("--burst-s", 1.0, "seconds of these rates that may arrive in one burst")
+    number("--cold-start-s", 0.0, "shortest time of an invocation that starts a session, in seconds")
+    number("--init-s", 30.0, "seconds that a program has to serve /ping; later it gets 424")
+    number("--ready-s", 0.5, "seconds that a runtime is CREATING, UPDATING or DELETING")
+    number("--speed", 1.0, "factor by which lifecycle and request timeouts are shortened")
+    number("--seed", 0, "seed of fault injection")
     command.add_argument(
-        "--fault", action="append", default=[], metavar="KIND=RATE[:S]", help="bad luck on purpose, see below"
+        "--fault",
+        action="append",
+        default=[],
+        metavar="KIND=RATE[:S]",
+        help="fault to inject, see below; may be repeated",
     )
 
 
@@ -133,8 +153,8 @@ def run(args: argparse.Namespace) -> int:
     args.secret_key = args.secret_key or Environment.read().agentcore_secret_key
     if not args.secret_key and not is_loopback(args.host):
         raise UsageError(
-            f"{args.host} can be reached by others, who would run programs here: give a --secret-key,"
-            " or set AFIELD_ACR_SECRET_KEY; clients use it as their aws_secret_access_key"
+            f"other machines can reach {args.host} and run programs here: give a --secret-key or set"
+            " AFIELD_ACR_SECRET_KEY; clients use it as their aws_secret_access_key"
         )
     options = options_of(args)
     _raise_open_files()
@@ -152,9 +172,9 @@ def options_of(args: argparse.Namespace) -> Any:
     from afield.settings.runtimes import ResourceLimits
 
     if not args.image and not args.code_root:
-        raise UsageError("there is nothing to run: give --image NAME=app.py, or --code-root DIR")
+        raise UsageError("no program to run: give --image NAME=app.py or --code-root DIR")
     if args.code_root and not args.code_root.is_dir():
-        raise UsageError(f"--code-root {args.code_root} is no directory")
+        raise UsageError(f"--code-root {args.code_root} is not a directory")
     if args.isolation == "sandbox" and shutil.which("bwrap") is None:
         raise UsageError(
             "--isolation sandbox needs bubblewrap: install it (apt-get install bubblewrap),"
@@ -222,7 +242,7 @@ def _end_with_stdin(end: Any) -> None:
     while os.read(0, 4096):  # unbuffered: a thread inside a buffered reader would block the exit
         pass
     end()
-    time.sleep(LAST_S)
+    time.sleep(EXIT_S)
     os._exit(1)
 
 

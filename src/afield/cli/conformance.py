@@ -21,27 +21,29 @@ def add(commands: Any) -> None:
         "conformance",
         help="run real clients against the gateway and compare every token",
         description="Run real clients, at pinned versions and offline, against a gateway in front of the"
-        " scripted engine; compare what was recorded with the engine's ledger, and every prompt of the"
-        " engine with the request on the wire. Clients are installed on demand, into a cache outside the"
-        " project.",
+        " scripted engine. Compare the recorded turns with the calls that the engine received, and every"
+        " prompt of the engine with the HTTP request. Clients are installed on demand, into a cache outside"
+        " the project.",
     )
     command.add_argument(
-        "clients", nargs="*", metavar="NAME", help="clients, or suites with --suites; default: all"
+        "clients", nargs="*", metavar="NAME", help="client to run, or suite with --suites (default: all)"
     )
     command.add_argument(
         "--template",
         action="append",
         default=[],
         metavar="FAMILY",
-        help="template family, may be repeated; default: all (chatml, qwen3.5)",
+        help="template family; may be repeated (default: chatml and qwen3.5)",
     )
     command.add_argument(
         "--suites",
         action="store_true",
-        help="run other projects' test suites instead; names after it choose among them",
+        help="run test suites of other projects instead of clients",
     )
-    command.add_argument("--json", action="store_true", help="end with one line of JSON")
-    command.add_argument("--keep", type=Path, metavar="DIR", help="keep records, ledgers and logs here")
+    command.add_argument("--json", action="store_true", help="print a summary as the last line, in JSON")
+    command.add_argument(
+        "--keep", type=Path, metavar="DIR", help="new directory to keep records, engine calls and logs in"
+    )
     command.set_defaults(run=run)
 
 

@@ -41,9 +41,9 @@ seed reproduces a run only with the same exp_id."""
 def add(commands: Any) -> None:
     command = commands.add_parser(
         "demo",
-        help="watch an agent learn in about a minute",
+        help="train a small agent in about a minute",
         usage="afield demo [options]",
-        description="Watch a real agent learn, on this machine, offline.",
+        description="Train a small agent on this machine, offline.",
     )
     command.add_argument(
         "--agent", metavar="NAME", help=f"agent framework: {', '.join(AGENTS)} (default: openai)"
@@ -72,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
         values |= cloud.values()
     if args.runtime == "ray":
         values["ray"] = {"cpus": 0.05}  # demo agents mostly wait for the model
-    return start(args, "demo", values, make_tasks, around)
+    return start(args, "demo", values, make_tasks, local_services)
 
 
 @contextmanager
-def around(run: RunDirectory, config: TrainConfig) -> Generator[None]:
+def local_services(run: RunDirectory, config: TrainConfig) -> Generator[None]:
     """Local AWS services, for a demo on AgentCore without an account."""
     if not cloud.on_this_machine(config):
         yield

@@ -28,15 +28,25 @@ FORMS = ("linear", "per-turn", "tree")
 def add(commands: Any) -> None:
     command = commands.add_parser(
         "export",
-        help="write what a run was trained on to a file",
+        help="write the training data of a run to a file",
         description="Write the groups that a run was trained on to one file, for another trainer to read.",
     )
-    command.add_argument("name", nargs="?", default="latest", metavar="RUN", help="id, path, or latest")
-    command.add_argument("--out", type=Path, required=True, metavar="FILE", help="is replaced if it is there")
-    command.add_argument("--format", choices=WRITERS, default="jsonl", help="default: jsonl")
-    command.add_argument("--form", choices=FORMS, default="linear", help="default: linear")
-    command.add_argument("--step", type=int, metavar="N", help="of this step alone")
-    command.add_argument("--json", action="store_true", help="one object")
+    command.add_argument(
+        "name", nargs="?", default="latest", metavar="RUN", help="run id, path, or latest (default: latest)"
+    )
+    command.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="file to write; replaced if it exists"
+    )
+    command.add_argument("--format", choices=WRITERS, default="jsonl", help="file format (default: jsonl)")
+    command.add_argument(
+        "--form",
+        choices=FORMS,
+        default="linear",
+        help="linear: a row per trajectory; per-turn: a row per turn; tree: a node per turn"
+        " (default: linear)",
+    )
+    command.add_argument("--step", type=int, metavar="N", help="training step to export (default: all)")
+    command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=run)
 
 
@@ -45,33 +55,33 @@ def run(args: argparse.Namespace) -> int:
     groups, dropped = trained_groups(found, args.step)
     if not groups:
         raise UsageError(
-            f"run {found.id} has trained on nothing{'' if args.step is None else ' in that step'}"
+            f"run {found.id} has trained on nothing{'' if args.step is None else f' in step {args.step}'}"
         )
     if weights := reward_weights(found):
         groups = weigh_rewards(groups, weights)
     batch = from_groups(groups, "per_turn" if args.form == "per-turn" else "linear")
-    made = to_tree(batch) if args.form == "tree" else batch
-    write(args.out, args.format, made)
-    told = {
+    exported = to_tree(batch) if args.form == "tree" else batch
+    write(args.out, args.format, exported)
+    summary = {
         "out": str(args.out),
         "format": args.format,
         "form": args.form,
         "groups": len(groups),
         "dropped_groups": dropped,
         "rollouts": len(batch.rollouts),
-        "rows": len(made.nodes if isinstance(made, TreeBatch) else made.rows),
+        "rows": len(exported.nodes if isinstance(exported, TreeBatch) else exported.rows),
         "sampled_tokens": sum(row.owned for row in batch.rows),
     }
     if args.json:
-        print(json.dumps(told))
+        print(json.dumps(summary))
         return 0
     print(
-        f"wrote {told['rows']} {'nodes' if args.form == 'tree' else 'rows'}"
-        f" with {told['sampled_tokens']} sampled tokens of {told['rollouts']} rollouts"
-        f" in {told['groups']} groups to {args.out}"
+        f"wrote {summary['rows']} {'nodes' if args.form == 'tree' else 'rows'}"
+        f" with {summary['sampled_tokens']} sampled tokens of {summary['rollouts']} rollouts"
+        f" in {summary['groups']} groups to {args.out}"
     )
     if dropped:
-        print(f"left out {dropped} groups that were dropped")
+        print(f"left out {dropped} dropped groups, which were not trained on")
     return 0
 
 
@@ -91,12 +101,12 @@ def trained_groups(run: RunDirectory, only: int | None = None) -> tuple[list[Gro
     """Groups that completed steps trained on, and the number of dropped groups."""
     steps = run.steps()
     if only is not None and only not in steps:
-        there = f"{steps[0]} to {steps[-1]}" if steps else "none"
-        raise UsageError(f"run {run.id} has no step {only}; there are: {there}")
+        available = f"{steps[0]} to {steps[-1]}" if steps else "none"
+        raise UsageError(f"run {run.id} has no step {only}; it has: {available}")
     lost = {line["step"]: line["dropped_groups"] for line in run.read_metrics()}
     groups: list[Group] = []
     dropped = 0
-    with RunState(run.run_state) as ledger:
+    with RunState(run.run_state) as state:
         for step in steps if only is None else [only]:
             if step not in lost:  # the metrics line is written last, so the step is incomplete
                 continue
@@ -105,15 +115,15 @@ def trained_groups(run: RunDirectory, only: int | None = None) -> tuple[list[Gro
                 members.setdefault(finished.rollout.group_id, []).append(finished)
             dropped += len(lost[step])
             groups += [
-                group_of(m, ledger.group_members(g)[1]) for g, m in members.items() if g not in lost[step]
+                group_of(m, state.group_members(g)[1]) for g, m in members.items() if g not in lost[step]
             ]
     return groups, dropped
 
 
 def reward_weights(run: RunDirectory) -> dict[str, float]:
     """Weights of named rewards, if the run was trained on their weighted sum; otherwise empty."""
-    said = msgspec.json.decode(run.config.read_bytes())
-    return {} if said.get("freeze_weights") else said.get("learn", {}).get("rewards", {})
+    config = msgspec.json.decode(run.config.read_bytes())
+    return {} if config.get("freeze_weights") else config.get("learn", {}).get("rewards", {})
 
 
 def group_of(members: list[RolloutResult], baseline: str | None) -> Group:
@@ -121,7 +131,7 @@ def group_of(members: list[RolloutResult], baseline: str | None) -> Group:
     rollout = members[0].rollout
     epoch = re.match(rf"{re.escape(rollout.exp_id)}-e(\d+)-", rollout.group_id)
     if epoch is None:
-        raise UsageError(f"group {rollout.group_id} was not begun by a training run: its id names no epoch")
+        raise UsageError(f"group {rollout.group_id} is not of a training run: its id has no epoch")
     return Group(
         id=rollout.group_id,
         task_id=rollout.task.id,

@@ -33,9 +33,9 @@ SHARD_COMMAND = "gateway-process"
 def add(commands: Any) -> None:
     command = commands.add_parser(
         "gateway",
-        help="serve a model to agents, token-exact",
+        help="serve a model to agents and record token ids",
         usage="afield gateway --model DIR [options]",
-        description="Serve a model to agents, and its turns to trainers.",
+        description="Serve a model to agents, and the recorded turns to trainers.",
     )
     command.add_argument(
         "--config",
@@ -155,24 +155,25 @@ def check(settings: GatewaySettings) -> None:
 
     url = settings.public_url
     if url and not re.match(r"https?://[^/?#\s]+[^?#\s]*$", url):
-        raise UsageError(f"--public-url {url!r} is no address; like https://gateway.example:8400")
+        raise UsageError(f"--public-url {url!r} must be an address, such as https://gateway.example:8400")
     if settings.outcomes == "memory":
-        raise UsageError("--outcomes memory ends with the gateway and nobody else reads it; use files:///DIR")
+        raise UsageError("--outcomes memory is not readable by other processes; use --outcomes files:///DIR")
     if settings.processes > 1 and settings.record_engine_calls:
-        raise UsageError("--record-engine-calls takes one writer: leave it out, or use --processes 1")
+        raise UsageError("--record-engine-calls needs a single process: leave it out, or use --processes 1")
     for engine in settings.engine:
         factory.check_engine_model(engine, Path(settings.model))
     embedded = [e for e in settings.engine if e.partition("=")[0] in ("torch", "scripted")]
     if settings.processes > 1 and embedded:
         raise UsageError(
-            f"--engine {embedded[0]} lives in one process; use --processes 1, or a server: --engine vllm=URL"
+            f"--engine {embedded[0]} runs in one process; use --processes 1, or an inference server,"
+            " such as --engine vllm=URL"
         )
 
 
 def generated_key(host: str) -> str:
     """An admin key for a gateway that only this machine can reach."""
     if not is_loopback(host):
-        raise UsageError(f"{host} can be reached by others: give an --admin-key, or set AFIELD_ADMIN_KEY")
+        raise UsageError(f"other machines can reach {host}: give an --admin-key or set AFIELD_ADMIN_KEY")
     return f"afa-{secrets.token_urlsafe(24)}"
 
 
@@ -190,7 +191,7 @@ def announce(
         print(json.dumps(line), flush=True)
         return
     print(f"afield gateway serves {model} at {settings.public_url}")
-    print(f"admin key: {settings.admin_key if generated else '(the one given)'}", flush=True)
+    print(f"admin key: {settings.admin_key if generated else '(as configured)'}", flush=True)
     key = settings.admin_key if generated else "$AFIELD_ADMIN_KEY"
     command = f'curl -s -X POST {local}/sessions -H "Authorization: Bearer {key}"'
     print("next: open a session for an agent (docs/how-to/clients.md)", file=sys.stderr)

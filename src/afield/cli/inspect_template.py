@@ -11,26 +11,28 @@ from typing import Any
 import msgspec
 
 REMEDY = (
-    "the format in which this template renders calls is not known, or it shows no tools: requests with tools"
-    " are refused. Use a template of a known format (chat_template.jinja in the model directory), or a"
-    " model that was trained to call tools"
+    "the template renders no tools, or tool calls in an unknown format: requests with tools are refused."
+    " Use a template with a known format (chat_template.jinja in the model directory), or a model that was"
+    " trained to call tools"
 )
 
 
 def add(commands: Any) -> None:
     command = commands.add_parser(
         "inspect-template",
-        help="look at a model's chat template",
-        description="Find out what a model's chat template does, and what the gateway can do with it.",
+        help="analyse the chat template of a model",
+        description="Analyse the chat template of a model, and how the gateway renders and parses with it.",
     )
-    command.add_argument("model", type=Path, metavar="MODEL_DIR")
-    command.add_argument("--tools", action="store_true", help="fail where calls of tools cannot be read")
+    command.add_argument(
+        "model", type=Path, metavar="MODEL_DIR", help="model directory in Hugging Face format"
+    )
+    command.add_argument("--tools", action="store_true", help="exit with 1 if tool calls cannot be parsed")
     command.add_argument(
         "--strict",
         action="store_true",
-        help="show the template as strict sessions see it, without rules for conversations it refuses",
+        help="analyse the template as sessions with render=strict use it, without folding rules",
     )
-    command.add_argument("--json", action="store_true", help="one object")
+    command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=run)
 
 

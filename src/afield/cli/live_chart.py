@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from afield.cli.report import Summary, account_of, chart, me, short, told_tokens
+from afield.cli.report import Summary, account_of, chart, describe_tokens, me, short
 from afield.orchestrator.state import RunDirectory
 from afield.orchestrator.training_loop import StepMetrics
 from afield.settings.train import TrainConfig
@@ -44,11 +44,11 @@ class Screen:
         self._rewards = [line["reward"] for line in lines if line["reward"] is not None]
         self._steps_done = len(lines)
         self._tokens = ExclusionWatch(account_of(lines))
-        self._learnt = any(_has_learnt(line["trainer"]) for line in lines)
+        self._updated = any(_has_updated(line["trainer"]) for line in lines)
         self._in_step = 0
         self._finished = 0
         self._failures: Counter[str] = Counter()
-        self._told: set[str] = set()
+        self._printed: set[str] = set()
         self._failed = ""  # id of a failed rollout, suggested for `afield show`
         self._line: StepMetrics | None = None
         self._began = time.monotonic()
@@ -58,7 +58,7 @@ class Screen:
         agent = short(self._config.agent or self._config.runtime)
         self._say(f"[bold]afield[/] run [cyan]{self._run.id}[/]  agent {agent}")
         if self._steps_done:
-            self._say(f"going on after step {self._steps_done} of {self._config.steps}")
+            self._say(f"resuming after step {self._steps_done} of {self._config.steps}")
         self._say("starting gateway, engine, agents and trainer ...")
         return self
 
@@ -87,12 +87,14 @@ class Screen:
         what = f"{failure.kind}/{failure.reason}"
         self._failures[what] += 1
         self._failed = self._failed if will_retry else rollout.id
-        told = f"{what}: {_first_line(failure.message)}"
-        if told in self._told or sum(one.startswith(what) for one in self._told) == SHOWN_FAILURES:
+        message = f"{what}: {_first_line(failure.message)}"
+        if message in self._printed or sum(text.startswith(what) for text in self._printed) == SHOWN_FAILURES:
             return
-        self._told.add(told)
+        self._printed.add(message)
         then = "retried" if will_retry else "trained" if failure.kind is FailureKind.POLICY else "left out"
-        self._say(f"[yellow]{escape(f'{outcome.session_id}: {told} ({then}; the same again is counted)')}[/]")
+        self._say(
+            f"[yellow]{escape(f'{outcome.session_id}: {message} ({then}; repetitions are only counted)')}[/]"
+        )
 
     def rollout_finished(self, result: RolloutResult) -> None:
         self._in_step += 1
@@ -103,11 +105,11 @@ class Screen:
         self._steps_done = line.step
         self._in_step = 0 if line.step < self._config.steps else self._in_step
         self._line = line
-        self._learnt = self._learnt or _has_learnt(line.trainer)
+        self._updated = self._updated or _has_updated(line.trainer)
         self._warn_of_exclusions(line)
         for warning in self._warnings(line):
-            if warning not in self._told:
-                self._told.add(warning)
+            if warning not in self._printed:
+                self._printed.add(warning)
                 self._say(f"[red]{warning}[/]")
         if line.reward is not None:
             self._rewards.append(line.reward)
@@ -117,16 +119,16 @@ class Screen:
             self._say(escape(describe(line, self._config.steps)))
 
     def _warnings(self, line: StepMetrics) -> Iterator[str]:
-        asked = line.failed < line.rollouts and FailureKind.POLICY not in line.failures
-        if line.turns_per_rollout == 0 and (asked or self._failures["infrastructure/engine"]):
+        called = line.failed < line.rollouts and FailureKind.POLICY not in line.failures
+        if line.turns_per_rollout == 0 and (called or self._failures["infrastructure/engine"]):
             yield (
-                "no model call came through: agents find their model at rollout.openai_base_url,"
+                "no model calls reached the gateway: agents must call rollout.openai_base_url"
                 " with rollout.api_key"
             )
-        elif line.trained and not self._learnt and not self._config.freeze_weights:
+        elif line.trained and not self._updated and not self._config.freeze_weights:
             yield (
-                "nothing to learn from so far: in no group do rewards differ."
-                " More rollouts of a task, a higher temperature or other tasks may help"
+                "no updates so far: the rewards within each group are equal."
+                " Try more rollouts per task, a higher temperature or other tasks"
             )
 
     def _warn_of_exclusions(self, line: StepMetrics) -> None:
@@ -137,9 +139,9 @@ class Screen:
     def collected(self) -> None:
         """Print the summary of a process that collects rollouts without training."""
         failed = sum(self._failures.values())
-        self._say(f"all is collected; here {self._finished} rollouts ended, {failed} attempts failed")
+        self._say(f"collecting is complete: {self._finished} rollouts here, {failed} failed attempts")
 
-    def farewell(self, summary: Summary) -> None:
+    def finished(self, summary: Summary) -> None:
         """Print the summary of a finished run, warnings and further commands."""
         say = self._say
         say(
@@ -151,20 +153,20 @@ class Screen:
             excluded=summary.excluded_tokens,
             untrained=summary.untrained_tokens,
         )
-        say(escape(told_tokens(account)))
+        say(escape(describe_tokens(account)))
         if warning := account.warning():
             say(f"[red]{escape(warning)}[/]")
         for number, what in (
             (summary.dropped_groups, f"groups were dropped; {short(self._run.metrics)} says why"),
-            (summary.late, "outcomes came after their attempt had been given up, and were refused"),
+            (summary.late, "outcomes were refused: they arrived after their attempt had ended"),
         ):
             if number:
                 say(f"[yellow]{number} {what}[/]")
         if self._failed:
-            say(f"a failure with its traceback: {me()} show {self._run.id} {self._failed}")
-        say(f"everything is in {short(self._run.path)}")
+            say(f"traceback of a failure: {me()} show {self._run.id} {self._failed}")
+        say(f"run directory {short(self._run.path)}")
         say(f"  curve      {short(self._run.plot)}")
-        say(f"  look at it {me()} show {self._run.id}")
+        say(f"  details    {me()} show {self._run.id}")
         if self._run.id.startswith("demo"):
             say(f"  next       {me()} train my_agent.py:agent --tasks tasks.jsonl --model DIR")
 
@@ -218,17 +220,17 @@ def describe(line: StepMetrics, steps: int) -> str:
 def precision(measures: Mapping[str, float]) -> str:
     """Describe the sampler-trainer difference, also as a multiple of the difference that the engine's dtype
     explains, and the share of the update that reached the engine. Empty if both agree without rounding."""
-    told = ""
+    text = ""
     if not measures.get("logprob_diff", 0.0) <= EQUAL:  # so that NaN is shown
-        told += f"  logprob diff {measures['logprob_diff']:.1e}"
+        text += f"  logprob diff {measures['logprob_diff']:.1e}"
         if "logprob_diff_times_control" in measures:
-            told += f" ({measures['logprob_diff_times_control']:.2g}x expected)"
+            text += f" ({measures['logprob_diff_times_control']:.2g}x expected)"
     if measures.get("update_kept", 1.0) != 1.0:
-        told += f"  update kept {measures['update_kept']:.0%}"
-    return told
+        text += f"  update kept {measures['update_kept']:.0%}"
+    return text
 
 
-def _has_learnt(measures: Mapping[str, float]) -> bool:
+def _has_updated(measures: Mapping[str, float]) -> bool:
     """Whether the step made an update; a step without advantages has no gradient norm."""
     return "grad_norm" in measures
 

@@ -12,12 +12,15 @@ import sys
 from afield import __version__
 from afield.cli import (
     agentcore_local,
+    cleanup,
     conformance,
     demo,
     export,
     gateway,
     inspect_template,
-    sessions,
+    kill,
+    logs,
+    ps,
     show,
     train,
 )
@@ -38,7 +41,10 @@ def parser() -> argparse.ArgumentParser:
         gateway,
         show,
         export,
-        sessions,
+        ps,
+        logs,
+        kill,
+        cleanup,
         agentcore_local,
         conformance,
         inspect_template,
@@ -62,10 +68,10 @@ def main(argv: list[str] | None = None) -> int:
     except BaseExceptionGroup as errors:
         cause = root_cause(errors)
         if isinstance(cause, AfieldError):
-            return complain(cause)
+            return print_error(cause)
         raise
     except AfieldError as error:
-        return complain(error)
+        return print_error(error)
     except KeyboardInterrupt:
         return 130
     except asyncio.CancelledError:
@@ -75,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         return 141
 
 
-def complain(error: AfieldError) -> int:
+def print_error(error: AfieldError) -> int:
     """Print an error; returns the exit code."""
     print(f"afield: {error}", file=sys.stderr)
     return 2 if isinstance(error, UsageError) else 1

@@ -113,20 +113,20 @@ def account_of(lines: Iterable[Mapping[str, Any]]) -> TokenAccount:
     return account
 
 
-def told_tokens(account: TokenAccount) -> str:
+def describe_tokens(account: TokenAccount) -> str:
     """Token account in one line: sampled, trained, excluded and untrained tokens."""
-    told = f"{account.sampled} tokens sampled, {account.trained} trained ({account.trained_share:.1%})"
-    told += f", {sum(account.excluded.values())} excluded ({account.excluded_share:.1%}"
-    told += f": {listed(account.excluded)})" if account.excluded else ")"
-    idle = f", {sum(account.untrained.values())} of rollouts that train nothing"
-    return told + (f"{idle} ({listed(account.untrained)})" if account.untrained else "")
+    text = f"{account.sampled} tokens sampled, {account.trained} trained ({account.trained_share:.1%})"
+    text += f", {sum(account.excluded.values())} excluded ({account.excluded_share:.1%}"
+    text += f": {listed(account.excluded)})" if account.excluded else ")"
+    untrained = f", {sum(account.untrained.values())} in rollouts that were not trained"
+    return text + (f"{untrained} ({listed(account.untrained)})" if account.untrained else "")
 
 
 def _late(run: RunDirectory) -> int:
     if not run.run_state.exists():
         return 0
-    with RunState(run.run_state) as ledger:
-        return ledger.late_outcomes
+    with RunState(run.run_state) as state:
+        return state.late_outcomes
 
 
 def _mean(lines: list[dict[str, Any]]) -> float | None:
@@ -140,14 +140,12 @@ def _mean(lines: list[dict[str, Any]]) -> float | None:
 
 def draw(run: RunDirectory) -> None:
     """Write rewards.png: mean reward by training step."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure  # not pyplot, which takes half a second to import
     from matplotlib.ticker import MaxNLocator
 
     lines = [line for line in run.read_metrics() if line["reward"] is not None]
-    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
+    figure = Figure(figsize=(7, 4), dpi=120)
+    axes = figure.subplots()
     axes.plot(
         [line["step"] for line in lines], [line["reward"] for line in lines], marker="o", color="#2563eb"
     )
@@ -158,7 +156,6 @@ def draw(run: RunDirectory) -> None:
     axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(run.plot)
-    pyplot.close(figure)
 
 
 def chart(rewards: list[float], *, steps: int, height: int = 8, width: int = 60) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from afield.cli.report import account_of, chart, me, summarise, told_tokens
+from afield.cli.report import account_of, chart, describe_tokens, me, summarise
 from afield.cli.train import saved_config
 from afield.errors import UsageError
 from afield.orchestrator.state import RunDirectory, RunState, find_run
@@ -21,13 +21,19 @@ from afield.types import FailureKind, RolloutResult, Turn
 
 def add(commands: Any) -> None:
     command = commands.add_parser(
-        "show", help="look at a run", description="Look at a run, or at one rollout turn by turn."
+        "show", help="show a run or a rollout", description="Show a run, or the turns of one rollout."
     )
-    command.add_argument("name", nargs="?", default="latest", metavar="RUN", help="id, path, or latest")
-    command.add_argument("session", nargs="?", metavar="SESSION", help="a rollout or session id of it")
-    command.add_argument("--rollouts", action="store_true", help="a line for every rollout")
-    command.add_argument("--tokens", action="store_true", help="every sampled token and its log-probability")
-    command.add_argument("--json", action="store_true", help="the same as JSON")
+    command.add_argument(
+        "name", nargs="?", default="latest", metavar="RUN", help="run id, path, or latest (default: latest)"
+    )
+    command.add_argument(
+        "session", nargs="?", metavar="SESSION", help="rollout or session id; shows its turns"
+    )
+    command.add_argument("--rollouts", action="store_true", help="print one line per rollout")
+    command.add_argument(
+        "--tokens", action="store_true", help="print every sampled token with its log-probability"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=run)
 
 
@@ -63,20 +69,20 @@ def show_run(run: RunDirectory, args: argparse.Namespace) -> None:
             f"  tokens {line['sampled_tokens']}  excluded {share:.1%}"
         )
     account = account_of(lines)
-    print(f"tokens   {told_tokens(account)}")
+    print(f"tokens   {describe_tokens(account)}")
     if warning := account.warning():
         print(f"warning  {warning}")
     failures: Counter[str] = Counter()
     for line in lines:
         failures.update(line["failures"])
-    told = ", ".join(f"{kind} {count}" for kind, count in failures.items())
-    print(f"failures {told or 'none'}")
+    counts = ", ".join(f"{kind} {count}" for kind, count in failures.items())
+    print(f"failures {counts or 'none'}")
     for line in run.read_validation():
         reward = "none" if line["reward"] is None else f"{line['reward']:.3f}"
         print(f"validation after step {line['step']}: reward {reward} of {line['rollouts']} rollouts")
     if steps := run.steps():
         example = run.read_rollouts(steps[-1])[0].rollout.id
-        print(f"one rollout, turn by turn: {me()} show {run.id} {example}")
+        print(f"turns of a rollout: {me()} show {run.id} {example}")
 
 
 def list_rollouts(run: RunDirectory, *, as_json: bool) -> None:
@@ -87,10 +93,10 @@ def list_rollouts(run: RunDirectory, *, as_json: bool) -> None:
             if as_json:
                 print(json.dumps(line))
                 continue
-            came = f"reward {line['reward']:g}" if line["reward"] is not None else line["failure"]
-            tried = f"  {line['attempts']} attempts" if line["attempts"] > 1 else ""
-            left_out = f"  excluded {listed(line['excluded_tokens'])}" if line["excluded_tokens"] else ""
-            print(f"step {step:4d}  {line['rollout']}  {came}  {line['turns']} turns{tried}{left_out}")
+            result = f"reward {line['reward']:g}" if line["reward"] is not None else line["failure"]
+            attempts = f"  {line['attempts']} attempts" if line["attempts"] > 1 else ""
+            excluded = f"  excluded {listed(line['excluded_tokens'])}" if line["excluded_tokens"] else ""
+            print(f"step {step:4d}  {line['rollout']}  {result}  {line['turns']} turns{attempts}{excluded}")
 
 
 def brief(step: int, finished: RolloutResult) -> dict[str, Any]:
@@ -124,18 +130,18 @@ def show_rollout(run: RunDirectory, args: argparse.Namespace) -> None:
         print(f"failure  {outcome.failure.kind}/{outcome.failure.reason}: {outcome.failure.message}")
         print(outcome.failure.traceback, end="")
         if outcome.failure.kind is FailureKind.POLICY and outcome.reward is None:
-            print("reward   0.0 (the floor: a policy failure trains)")
+            print("reward   0.0 (default reward of a policy failure, which is trained)")
     if outcome.reward is not None:
         print(f"reward   {outcome.reward}  {outcome.rewards or ''} {outcome.metrics or ''}".rstrip())
     decode = decoder(run) if args.tokens else None
     for turn in finished.turns:
         print_turn(turn, decode)
     if outcome.reward_or_floor(0.0) is None:
-        print("\ntrains   nothing: a failure of this kind carries no reward")
+        print("\ntrained  nothing: a failure of this kind has no reward")
     else:
         for trajectory in finished.trajectories:
             owned = sum(trajectory.loss_mask)
-            print(f"\ntrains   {owned} of {len(trajectory.token_ids)} tokens, weight {trajectory.weight:g}")
+            print(f"\ntrained  {owned} of {len(trajectory.token_ids)} tokens, weight {trajectory.weight:g}")
     for excluded in finished.excluded:
         print(f"excluded {excluded.turn}: {excluded.tokens} tokens, {excluded.reason}")
 
@@ -144,21 +150,23 @@ def show_attempts(run: RunDirectory, finished: RolloutResult) -> None:
     """Print the failed attempts of a rollout. The gateway's store has their turns."""
     if finished.attempts < 2 or not run.run_state.exists():
         return
-    with RunState(run.run_state) as ledger:
-        tried = ledger.attempts(finished.rollout.id)
-    for one in tried:
-        if one.failure:
-            first = (one.failure.message.strip().splitlines() or ["no message"])[0]
-            told = f"{one.failure.kind}/{one.failure.reason}: {first}"
-            print(f"before   {one.attempt.session_id}  {told} ({one.tokens} tokens sampled)")
+    with RunState(run.run_state) as state:
+        records = state.attempts(finished.rollout.id)
+    for record in records:
+        if failure := record.failure:
+            first_line = (failure.message.strip().splitlines() or ["no message"])[0]
+            error = f"{failure.kind}/{failure.reason}: {first_line}"
+            print(f"failed   {record.attempt.session_id}  {error} ({record.tokens} tokens sampled)")
 
 
-def find_rollout(run: RunDirectory, wanted: str) -> tuple[int, RolloutResult]:
+def find_rollout(run: RunDirectory, id: str) -> tuple[int, RolloutResult]:
     for step in run.steps():
         for finished in run.read_rollouts(step):
-            if wanted in (finished.rollout.id, finished.outcome.session_id):
+            if id in (finished.rollout.id, finished.outcome.session_id):
                 return step, finished
-    raise UsageError(f"run {run.id} has no finished rollout {wanted!r}; --rollouts lists them")
+    raise UsageError(
+        f"run {run.id} has no finished rollout {id!r}; afield show {run.id} --rollouts lists them"
+    )
 
 
 def decoder(run: RunDirectory) -> Any:

@@ -37,11 +37,11 @@ def add(commands: Any) -> None:
         "train",
         help="train your agent",
         usage="afield train FILE.py:NAME --tasks FILE --model DIR [options]",
-        description="Train your own agent on your own tasks. Options of runtimes and of the trainer go into"
-        " the file, or after --set.",
+        description="Train your own agent on your own tasks. Give options of runtimes and of the trainer in"
+        " the --config file or with --set.",
     )
     command.add_argument(
-        "agent", nargs="?", metavar="FILE.py:NAME", help="your agent; or package.module:NAME"
+        "agent", nargs="?", metavar="FILE.py:NAME", help="agent to train; or package.module:NAME"
     )
     add_run_arguments(command)
     add_flags(command, TrainConfig, without=("agent",))
@@ -55,7 +55,7 @@ def add_run_arguments(command: argparse.ArgumentParser) -> None:
         "--set",
         action="append",
         metavar="KEY=VALUE",
-        help="any setting of [train], e.g. learn.loss=cispo; may be repeated",
+        help="set any key of the [train] table, such as learn.loss=cispo; may be repeated",
     )
     command.add_argument("--run", dest="name", metavar="NAME", help="run name; resumes it if it exists")
     command.add_argument(
@@ -65,8 +65,8 @@ def add_run_arguments(command: argparse.ArgumentParser) -> None:
         "--role",
         choices=[role.value for role in RunRole],
         default=RunRole.ALL.value,
-        help="half of the run that this process does; both halves share one --run and one --gateway"
-        " (default: all)",
+        help="part of the run that this process executes; collect and learn share one --run and one"
+        " --gateway (default: all)",
     )
     command.add_argument(
         "--json", action="store_true", help="print the summary as one line of JSON; progress goes to stderr"
@@ -146,9 +146,9 @@ def named(args: argparse.Namespace) -> str:
 
 def check_gateway(args: argparse.Namespace, config: TrainConfig, environment: Environment) -> None:
     if args.role != RunRole.ALL and not config.gateway:
-        raise UsageError(f"--role {args.role} needs a gateway that both halves can reach: --gateway URL")
+        raise UsageError(f"--role {args.role} needs a gateway that both processes can reach: --gateway URL")
     if config.gateway and not environment.admin_key:
-        raise UsageError(f"the gateway at {config.gateway} takes an admin key: set AFIELD_ADMIN_KEY")
+        raise UsageError(f"the gateway at {config.gateway} needs an admin key: set AFIELD_ADMIN_KEY")
 
 
 def settings_given(args: argparse.Namespace) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def check_tables(config: TrainConfig, assigned: dict[str, Any]) -> None:
     for table in RuntimeTables.__struct_fields__:
         if table in assigned and table not in used:
             raise UsageError(
-                f"--set {table}.{next(iter(assigned[table]), '')} does nothing with --runtime"
+                f"--set {table}.{next(iter(assigned[table]), '')} has no effect with --runtime"
                 f" {config.runtime}; leave it out, or choose --runtime {table}"
             )
 
@@ -202,7 +202,7 @@ def resume(
 ) -> tuple[TrainConfig, list[Task]]:
     """The settings of a run to resume: those it was started with; only a few may change."""
     if args.config and args.resume:
-        raise UsageError("a resumed run keeps its configuration; --config is for a new one")
+        raise UsageError("--resume keeps the settings of the run: leave --config out")
     config = saved_config(run)
     file = from_file(args.config, TrainConfig, "train") if args.config else {}
     changes = merged(file, settings_given(args))
@@ -211,9 +211,9 @@ def resume(
     saved = msgspec.to_builtins(config)
     after = without_hardware(merged(saved, changes))
     if fixed := [k for k in changes if k not in RESUMABLE_KEYS and after[k] != without_hardware(saved)[k]]:
-        raise UsageError(f"a resumed run keeps its {', '.join(fixed)}; start a new run to change that")
+        raise UsageError(f"{', '.join(fixed)} cannot change in a resumed run; start a new run")
     if config.epochs and changes.get("steps", config.steps) != config.steps:
-        raise UsageError(f"a run of {config.epochs} epochs keeps its {config.steps} steps")
+        raise UsageError(f"steps ({config.steps}) cannot change in a resumed run of {config.epochs} epochs")
     config = build(merged(saved, changes), "the command line")
     check(args, config)
     check_gateway(args, config, environment)
@@ -280,8 +280,8 @@ async def train(
     except asyncio.CancelledError:
         done = run.last_state()
         position = f"after step {done.step}" if done else "before the first step was done"
-        half = "" if role is RunRole.ALL else f" --role {role}"
-        print(f"stopped {position}; resume with: {me()} {kind} --resume {run.id}{half}", file=sys.stderr)
+        option = "" if role is RunRole.ALL else f" --role {role}"
+        print(f"stopped {position}; resume with: {me()} {kind} --resume {run.id}{option}", file=sys.stderr)
         raise
     if role is RunRole.COLLECT:
         screen.collected()
@@ -289,7 +289,7 @@ async def train(
     summary = summarise(run, config, wall_s=time.monotonic() - began)
     write_whole(run.summary, msgspec.json.format(msgspec.json.encode(summary)))
     await asyncio.to_thread(draw, run)
-    screen.farewell(summary)
+    screen.finished(summary)
     if as_json:
         print(msgspec.json.encode(summary).decode(), flush=True)
     if no_rewards or not summary.trained:

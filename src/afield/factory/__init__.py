@@ -13,7 +13,6 @@ from afield.factory.checks import (
 from afield.factory.engines import engine, engine_pool, published_dtype, scripted_reply, vocabulary_of
 from afield.factory.gateway import (
     COMMAND,
-    START_TIMEOUT_S,
     chat_tokenizer,
     gateway_client,
     gateway_for,
@@ -22,6 +21,7 @@ from afield.factory.gateway import (
     serve,
     serve_front,
     serve_shard,
+    start_timeout,
 )
 from afield.factory.registry import ENGINES, RUNTIMES, SANDBOXES, Backend, load, needs
 from afield.factory.runs import (
@@ -32,15 +32,17 @@ from afield.factory.runs import (
     trainer,
     transport,
 )
-from afield.factory.runtimes import runtime, session_registry, untracked, verifier_runtime
+from afield.factory.runtimes import runtime, untracked, verifier_runtime
+from afield.runtimes.registry import SessionEntry, SessionRegistry
 
 __all__ = [
     "COMMAND",
     "ENGINES",
     "RUNTIMES",
     "SANDBOXES",
-    "START_TIMEOUT_S",
     "Backend",
+    "SessionEntry",
+    "SessionRegistry",
     "chat_tokenizer",
     "check_choices",
     "check_engine_model",
@@ -65,8 +67,8 @@ __all__ = [
     "serve",
     "serve_front",
     "serve_shard",
-    "session_registry",
     "staleness_window",
+    "start_timeout",
     "trainer",
     "transport",
     "untracked",

@@ -26,8 +26,8 @@ from afield.sdk.listen import listen
 from afield.settings.environment import Environment, agent_environment
 from afield.settings.gateway import GatewaySettings
 
-START_TIMEOUT_S = 120.0
-PROCESS_START_S = 180.0
+LOAD_TIMEOUT_S = 180.0
+"""Time to start a gateway process and load its tokenizer, in seconds."""
 MIB = 1024 * 1024
 COMMAND = [sys.executable, "-m", "afield", "gateway", "--json", "--config", "-"]
 """Command of a gateway process: reads settings from the first line of standard input, exits when it
@@ -46,6 +46,11 @@ class ShardSettings(Struct, frozen=True, kw_only=True):
     """Directory of the processes' own sockets."""
     gateway: GatewaySettings
     """Settings of the gateway."""
+
+
+def start_timeout(settings: GatewaySettings) -> float:
+    """Time until a gateway process must serve, in seconds, including that of its engines."""
+    return LOAD_TIMEOUT_S + settings.engine_start_timeout_s
 
 
 def gateway_client(url: str, admin_key: str, **options: Any) -> Any:
@@ -170,7 +175,7 @@ async def serve_front(
             settings.processes,
             agent_environment(),
             first_line=first_line,
-            start_timeout_s=PROCESS_START_S + settings.engine_start_timeout_s,
+            start_timeout_s=start_timeout(settings),
             per_address=settings.max_connections,
         )
         await front.serve(listener, lambda line: ready(json.loads(line)["model"]))
@@ -220,7 +225,7 @@ async def gateway_for(
     async with pool, local:
         server = asyncio.create_task(serve(local, listener, ready.set))
         try:
-            await asyncio.wait_for(ready.wait(), START_TIMEOUT_S)
+            await asyncio.wait_for(ready.wait(), LOAD_TIMEOUT_S)
             async with gateway_client(url, admin_key) as client:
                 yield client, (host, port), admin_key
         finally:

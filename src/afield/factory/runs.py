@@ -123,6 +123,7 @@ def gateway_settings(config: TrainConfig, run: RunDirectory) -> GatewaySettings:
         slots=config.engine_slots,
         seed=config.seed,
         engine_dtype=config.engine_dtype,
+        engine_start_timeout_s=config.engine_start_timeout_s,
         record_engine_calls=str(run.path / "engine-calls.jsonl") if config.record_engine_calls else "",
         host=config.gateway_host,
         port=config.gateway_port,

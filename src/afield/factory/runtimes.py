@@ -16,9 +16,10 @@ import msgspec
 from msgspec import structs
 
 from afield.errors import UsageError
-from afield.factory.registry import RUNTIMES, load, needs
+from afield.factory.registry import RUNTIMES, load
 from afield.interfaces import Runtime, Transport
 from afield.orchestrator.state import RunDirectory, write_whole
+from afield.runtimes.registry import SessionRegistry, TrackedRuntime
 from afield.settings.environment import Environment, agent_environment
 from afield.settings.train import TrainConfig
 
@@ -48,27 +49,13 @@ def verifier_runtime(config: TrainConfig, run: RunDirectory, transport: Transpor
     return _tracked(_runtime(config, home, transport, f"{run.id}.verifiers"), home, config.runtime_name)
 
 
-def session_registry(path: Path) -> Any:
-    """The registry of a run's sessions."""
-    with needs("gateway"):
-        from afield.runtimes.registry import SessionRegistry
-
-    return SessionRegistry(path)
-
-
 def untracked(runtime: Runtime) -> Runtime:
     """Runtime without tracking: its sessions are not written to the registry."""
-    with needs("gateway"):
-        from afield.runtimes.registry import TrackedRuntime
-
     return runtime.runtime if isinstance(runtime, TrackedRuntime) else runtime
 
 
 def _tracked(inner: Runtime, run: RunDirectory, name: str, guard: Any = None) -> Runtime:
-    with needs("gateway"):
-        from afield.runtimes.registry import TrackedRuntime
-
-    return TrackedRuntime(inner, session_registry(run.sessions), name, guard)
+    return TrackedRuntime(inner, SessionRegistry(run.sessions), name, guard)
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 import msgspec
-from msgspec import NODEFAULT, Struct, structs
+from msgspec import NODEFAULT, Struct, StructMeta, structs
 
 
 class Bound(Struct, frozen=True, kw_only=True):
@@ -68,13 +68,35 @@ Target = Annotated[str, Metavar("FILE.py:NAME"), TARGET]
 Url = Annotated[str, Metavar("URL")]
 
 
-class SettingsGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SettingsMeta(StructMeta):
+    """Metaclass of settings: a class with several groups as bases gets the fields of all of them.
+
+    A Struct cannot inherit from several structs, so the fields are copied.
+    """
+
+    def __new__(
+        mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any
+    ) -> SettingsMeta:
+        if len(bases) > 1:
+            fields = {field.name: field for group in bases for field in structs.fields(group)}
+            types = {name: field.type for name, field in fields.items()}
+            namespace = {
+                **{name: _declared(field) for name, field in fields.items() if not field.required},
+                **namespace,
+                "__annotations__": types | namespace.get("__annotations__", {}),
+                "groups": bases,
+            }
+            bases = (SettingsGroup,)
+        return super().__new__(mcls, name, bases, namespace, **options)
+
+
+class SettingsGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=SettingsMeta):
     """A struct of settings that checks the bounds of its fields."""
 
     title: ClassVar[str] = ""
     """Heading of the group in --help and docs/reference/settings.md."""
     groups: ClassVar[tuple[type[SettingsGroup], ...]] = ()
-    """Groups that `combine` made this struct of."""
+    """Groups that this struct combines."""
 
     def __post_init__(self) -> None:
         for name, bounds in _bounds(type(self)):
@@ -87,27 +109,10 @@ class SettingsGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                     raise ValueError(f"{name} = {shown} {error}")
 
 
-def combine(name: str, *groups: type[SettingsGroup]) -> Any:
-    """One flat struct with the fields of all groups; a Struct cannot inherit from several."""
-    fields = [_declared(field) for group in groups for field in structs.fields(group)]
-    return msgspec.defstruct(
-        name,
-        fields,
-        bases=(SettingsGroup,),
-        namespace={"groups": groups},
-        module=__name__,
-        frozen=True,
-        kw_only=True,
-        forbid_unknown_fields=True,
-    )
-
-
 def _declared(field: structs.FieldInfo) -> Any:
     if field.default is not NODEFAULT:
-        return field.name, field.type, msgspec.field(default=field.default)
-    if field.default_factory is not NODEFAULT:
-        return field.name, field.type, msgspec.field(default_factory=field.default_factory)
-    return field.name, field.type
+        return msgspec.field(default=field.default)
+    return msgspec.field(default_factory=field.default_factory)
 
 
 def values_of(settings: Any, group: type[Struct]) -> dict[str, Any]:

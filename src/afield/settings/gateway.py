@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import msgspec
 
@@ -15,7 +15,6 @@ from afield.settings.fields import (
     NotNegative,
     SettingsGroup,
     Url,
-    combine,
 )
 from afield.settings.trainer import EngineDtype
 
@@ -69,7 +68,7 @@ class EngineSettings(SettingsGroup, frozen=True, kw_only=True):
     engine_dtype: EngineDtype = "auto"
     """Dtype of the embedded engine; auto is float32 on a CPU and bfloat16 on a GPU."""
     engine_start_timeout_s: NotNegative = 300.0
-    """Seconds to wait at start for an engine that does not answer yet."""
+    """Seconds that an engine has to load its model and answer when the gateway starts."""
     record_engine_calls: FilePath = ""
     """File to which every engine call is written, for checking."""
 
@@ -91,15 +90,7 @@ class LimitSettings(SettingsGroup, frozen=True, kw_only=True):
     """Put the session's key into its base URL, for clients that cannot send one."""
 
 
-if TYPE_CHECKING:
-
-    class _Gateway(EngineSettings, ServerSettings, LimitSettings, frozen=True, kw_only=True): ...
-
-else:
-    _Gateway = combine("_Gateway", EngineSettings, ServerSettings, LimitSettings)
-
-
-class GatewaySettings(_Gateway, frozen=True, kw_only=True):
+class GatewaySettings(EngineSettings, ServerSettings, LimitSettings, frozen=True, kw_only=True):
     """Settings of one gateway; its processes get them as JSON on standard input."""
 
     def to_json(self) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import structs
 
@@ -21,7 +21,6 @@ from afield.settings.fields import (
     Positive,
     SettingsGroup,
     Target,
-    combine,
     marked,
 )
 from afield.settings.gateway import LimitSettings
@@ -197,6 +196,8 @@ class GatewayChildSettings(SettingsGroup, frozen=True, kw_only=True):
     engine_dtype: EngineDtype = "auto"
     """Dtype in which engines serve and weights are published. `auto` asks the engine; the embedded one takes
     float32 on a CPU and bfloat16 on a GPU."""
+    engine_start_timeout_s: Annotated[NotNegative, RESUMABLE] = 300.0
+    """Seconds that the engine of the started gateway has to load its model and answer."""
     record_engine_calls: bool = False
     """Write every engine call to engine-calls.jsonl in the run's directory, for checking."""
 
@@ -218,50 +219,25 @@ class RuntimeTables(SettingsGroup, frozen=True, kw_only=True):
     """Options of the runtime `ray`."""
 
 
-if TYPE_CHECKING:
-
-    class _Train(
-        TaskSettings,
-        AgentSettings,
-        CollectSettings,
-        Deadlines,
-        RetrySettings,
-        LaunchSettings,
-        SamplingSettings,
-        SessionPolicies,
-        ValidationSettings,
-        LearningSettings,
-        StorageSettings,
-        GatewayAddress,
-        GatewayChildSettings,
-        LimitSettings,
-        RuntimeTables,
-        frozen=True,
-        kw_only=True,
-    ): ...
-
-else:
-    _Train = combine(
-        "_Train",
-        TaskSettings,
-        AgentSettings,
-        CollectSettings,
-        Deadlines,
-        RetrySettings,
-        LaunchSettings,
-        SamplingSettings,
-        SessionPolicies,
-        ValidationSettings,
-        LearningSettings,
-        StorageSettings,
-        GatewayAddress,
-        GatewayChildSettings,
-        LimitSettings,
-        RuntimeTables,
-    )
-
-
-class TrainConfig(_Train, frozen=True, kw_only=True):
+class TrainConfig(
+    TaskSettings,
+    AgentSettings,
+    CollectSettings,
+    Deadlines,
+    RetrySettings,
+    LaunchSettings,
+    SamplingSettings,
+    SessionPolicies,
+    ValidationSettings,
+    LearningSettings,
+    StorageSettings,
+    GatewayAddress,
+    GatewayChildSettings,
+    LimitSettings,
+    RuntimeTables,
+    frozen=True,
+    kw_only=True,
+):
     """Everything a training run is made of; saved as run.json and read back by --resume."""
 
     def __post_init__(self) -> None:

@@ -11,14 +11,14 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Struct, field
 
 from afield.errors import UsageError
 from afield.integrations.verl.rows import CreditAssignment
 from afield.settings.environment import from_environment
-from afield.settings.fields import Bound, Count, combine
+from afield.settings.fields import Bound, Count
 from afield.settings.rollouts import (
     AgentSettings,
     Deadlines,
@@ -40,32 +40,17 @@ BY_TOKEN = ("gae", "reinforce_plus_plus", "remax", "optimal_token_baseline", "ti
 last row."""
 LONGEST_NAME = 64
 
-if TYPE_CHECKING:
 
-    class _Shared(
-        AgentSettings,
-        Deadlines,
-        RetrySettings,
-        LaunchSettings,
-        GatewayAddress,
-        SessionPolicies,
-        frozen=True,
-        kw_only=True,
-    ): ...
-
-else:
-    _Shared = combine(
-        "_Shared",
-        AgentSettings,
-        Deadlines,
-        RetrySettings,
-        LaunchSettings,
-        GatewayAddress,
-        SessionPolicies,
-    )
-
-
-class VerlSettings(_Shared, frozen=True, kw_only=True):
+class VerlSettings(
+    AgentSettings,
+    Deadlines,
+    RetrySettings,
+    LaunchSettings,
+    GatewayAddress,
+    SessionPolicies,
+    frozen=True,
+    kw_only=True,
+):
     """Keys of the `afield` block: those that `afield train` shares, and veRL's own."""
 
     title: ClassVar[str] = "veRL"

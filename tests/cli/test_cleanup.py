@@ -1,4 +1,4 @@
-"""What runs leave behind has a bound, is shown, and can be removed."""
+"""Old data of runs and gateways: expiry, disk usage and `afield cleanup`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.cli.conftest import RunCommand
 
 from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.errors import NotFound
@@ -15,7 +16,6 @@ from afield.interfaces import SessionSpec
 from afield.interfaces.engine import GenerateRequest
 from afield.orchestrator.state import RunDirectory
 from support.gateways import running, vocabulary
-from support.processes import afield
 
 HOUR = 3600.0
 
@@ -25,7 +25,7 @@ def hello(call: GenerateRequest) -> ScriptedReply:
 
 
 @pytest.mark.anyio
-async def test_sessions_that_are_over_leave_the_store_after_a_while(tmp_path: Path) -> None:
+async def test_completed_sessions_expire_and_others_stay(tmp_path: Path) -> None:
     now = [0.0]
     async with GatewayStore(tmp_path / "gateway.sqlite") as store:
         sessions = SessionManager(store, lambda: now[0])
@@ -48,13 +48,13 @@ async def test_sessions_that_are_over_leave_the_store_after_a_while(tmp_path: Pa
 
 
 @pytest.mark.anyio
-async def test_a_store_that_nobody_uses_shrinks(tmp_path: Path) -> None:
+async def test_completed_sessions_are_removed_from_a_closed_store(tmp_path: Path) -> None:
     async with running(ScriptedEngine(hello), tmp_path) as up:
         for session in ("done.1", "open.1"):
             agent = await up.agent(session)
-            said = [{"role": "user", "content": "Hi " * 100}]
+            messages = [{"role": "user", "content": "Hi " * 100}]
             for _ in range(3):
-                await agent.chat.completions.create(model="m", messages=said)  # pyright: ignore
+                await agent.chat.completions.create(model="m", messages=messages)  # pyright: ignore
         await up.gateway.finalize("done.1")
     path = tmp_path / "gateway.sqlite"
     assert remove_ended(path) == 1
@@ -63,7 +63,7 @@ async def test_a_store_that_nobody_uses_shrinks(tmp_path: Path) -> None:
         assert len(store.turns("open.1")) == 3 and store.turns("done.1") == []
 
 
-def test_rollouts_of_the_oldest_steps_go_first(tmp_path: Path) -> None:
+def test_the_rollouts_of_the_oldest_steps_are_removed_first(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     (tmp_path / "rollouts").mkdir()
     for step in range(1, 9):
@@ -74,22 +74,22 @@ def test_rollouts_of_the_oldest_steps_go_first(tmp_path: Path) -> None:
     assert run.steps() == [6, 7, 8]
 
 
-def test_cleanup_shows_sizes_and_removes_what_is_asked_for(tmp_path: Path) -> None:
+def test_cleanup_prints_sizes_and_removes_the_chosen_data(tmp_path: Path, run_command: RunCommand) -> None:
     run = RunDirectory(tmp_path / "runs" / "run")
     (run.path / "rollouts").mkdir(parents=True)
     run.config.write_text('{"model": "m", "agent": "a:b"}')
     for step in range(1, 6):
         run.rollouts(step).write_bytes(b"x" * 100_000)
-    code, out, err = afield(tmp_path, "cleanup")
+    code, out, err = run_command("cleanup")
     assert code == 0, err
-    assert "run  500.0 kB  (rollouts 500.0 kB)" in out and " free" in out
-    code, _, err = afield(tmp_path, "cleanup", "--rollouts")
-    assert code == 2 and "say which run" in err
+    assert "run  500.0 kB  (rollouts 500.0 kB)" in out and ", free " in out
+    code, _, err = run_command("cleanup", "--rollouts")
+    assert code == 2 and "name the run" in err
     with run.locked("learn"):
-        code, _, err = afield(tmp_path, "cleanup", "run", "--rollouts")
+        code, _, err = run_command("cleanup", "run", "--rollouts")
         assert code == 2 and "another process is working on run run" in err
-    code, out, err = afield(tmp_path, "cleanup", "run", "--rollouts", "--queues", "--json")
+    code, out, err = run_command("cleanup", "run", "--rollouts", "--queues", "--json")
     assert code == 0, err
-    [told] = json.loads(out)["runs"]
-    assert told["removed"] == {"rollouts": [1, 2], "queues": []}
-    assert told["bytes"]["rollouts"] == 300_000 and run.steps() == [3, 4, 5]
+    [usage] = json.loads(out)["runs"]
+    assert usage["removed"] == {"rollouts": [1, 2], "queues": []}
+    assert usage["bytes"]["rollouts"] == 300_000 and run.steps() == [3, 4, 5]

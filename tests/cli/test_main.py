@@ -1,0 +1,86 @@
+"""The entry point: help, unknown options, invalid input and exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.cli.conftest import RunCommand
+
+from support.gateways import POLICY
+from support.processes import AGENTS, write_tasks
+
+AGENT = f"{AGENTS / 'slow_agent.py'}:agent"
+ROWS = [{"id": f"q{i}", "question": f"Question {i}?"} for i in range(4)]
+COMMANDS = ("demo", "train", "gateway", "show", "export", "ps", "logs", "kill", "cleanup")
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "agentcore-local", "conformance", "inspect-template"])
+def test_help_is_printed_for_every_command(command: str, run_command: RunCommand) -> None:
+    code, out, _ = run_command(command, "--help")
+    assert code == 0 and f"usage: afield {command}" in out
+
+
+def test_the_commands_are_listed_without_arguments(run_command: RunCommand) -> None:
+    code, _, err = run_command()
+    assert code == 2 and "train your agent" in err and "list running sessions" in err
+
+
+def test_an_unknown_option_is_refused_in_two_lines_with_the_nearest_one(run_command: RunCommand) -> None:
+    code, _, err = run_command("train", "agent.py:agent", "--stepz=3")
+    error = "afield train: unknown argument --stepz=3; did you mean --steps?"
+    assert code == 2 and err.splitlines() == [error, "see afield train --help"]
+
+
+MODEL = ("--model", POLICY)
+GOOD = ("--tasks", "good.jsonl", *MODEL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", AGENT, "--tasks", "nowhere.jsonl", *MODEL], "there is no task file"),
+        (["train", AGENT, "--tasks", "bad.jsonl", *MODEL], "bad.jsonl line 3"),
+        (["train", AGENT, "--tasks", "empty.jsonl", *MODEL], "has no tasks"),
+        (["train", AGENT, "--tasks", "twice.jsonl", *MODEL], "twice.jsonl line 2"),
+        (["train", AGENT, "--tasks", "reserved.jsonl", *MODEL], "reserved.jsonl line 1"),
+        (["train", AGENT, "--tasks", "good.jsonl", "--model", "no/such/model"], "no/such/model"),
+        (["train", AGENT, "--tasks", "good.jsonl"], "model is missing"),
+        (["train", AGENT, *MODEL], "no tasks"),
+        (["train", *GOOD], "agent is missing"),
+        (["train", "nowhere.py:agent", *GOOD], "there is no file"),
+        (["train", f"{AGENTS / 'slow_agent.py'}:agnet", *GOOD], "agnet"),
+        (
+            ["train", AGENT, *GOOD, "--runtime", "proces"],
+            "agentcore, container, inline, kubernetes, process, ray, sandbox, served",
+        ),
+        (["train", AGENT, *GOOD, "--transport", "sq"], "files, memory"),
+        (["train", AGENT, *GOOD, "--trainer", "ppo"], "grpo"),
+        (["train", AGENT, *GOOD, "--steps", "0"], "steps"),
+        (["train", AGENT, *GOOD, "--rollouts", "1"], "quorum"),
+        (["train", AGENT, *GOOD, "--config", "typo.toml"], "temperature"),
+        (["train", AGENT, "--config", "gone.toml"], "gone.toml"),
+        (["train", "--resume", "nothing"], "unknown run 'nothing'"),
+        (["demo", "--agent", "crewai"], "openai, strands, langgraph"),
+        (["show"], "there is no run"),
+        (["gateway", "--model", "nowhere", "--port", "0"], "nowhere"),
+        (["gateway", *MODEL, "--host", "0.0.0.0", "--port", "0"], "--admin-key"),
+        (["gateway", *MODEL, "--engine", "vlm", "--port", "0"], "scripted, sglang, torch, vllm"),
+    ],
+)
+def test_invalid_input_exits_with_2_and_names_the_value(
+    tmp_path: Path, run_command: RunCommand, arguments: list[object], message: str
+) -> None:
+    good = [json.dumps(row) for row in ROWS]
+    (tmp_path / "bad.jsonl").write_text("\n".join([*good[:2], '{"id": "x", ', *good[2:]]))
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    (tmp_path / "twice.jsonl").write_text("\n".join([good[0], good[0]]))
+    (tmp_path / "reserved.jsonl").write_text(json.dumps({"_rollout": {}}))
+    (tmp_path / "typo.toml").write_text("[train]\ntemprature = 0.5\n")
+    write_tasks(tmp_path / "good.jsonl", ROWS)
+    code, _, err = run_command(*arguments)
+    assert code == 2, err
+    assert message in err
+    assert "Traceback" not in err
+    assert not list((tmp_path / "runs").glob("*"))

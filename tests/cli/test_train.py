@@ -1,0 +1,322 @@
+"""`afield train` and `show`: invalid settings, agents and models; runs, resumption and exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.cli.conftest import RunCommand
+
+from afield import factory
+from afield.errors import Unavailable
+from afield.orchestrator.state import RunDirectory
+from afield.settings.train import train_config
+from afield.training_run import GatewayChild
+from support.gateways import POLICY
+from support.processes import AGENTS, command, finish, start, summary, train_arguments, unlearned, write_tasks
+from support.processes import until as wait_until
+
+AGENT = f"{AGENTS / 'slow_agent.py'}:agent"
+ROWS = [{"id": f"q{i}", "question": f"Question {i}?", "seconds": 0} for i in range(4)]
+SOURCE = "def agent(task):\n    return 1.0\n"
+
+
+# --- settings ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--mode", "fast"), "sync, one-step-off, async"),
+        (("--on-stale", "keep"), "drop, correct"),
+        (("--advantage", "ppo"), "grpo, remax"),
+        (("--run", "good", "--deliver", "mail"), "store, gateway"),
+        (("--run", "../up"), "run name '../up'"),
+        (("--run", ""), "run name ''"),
+        (("--epochs", "2", "--steps", "3"), "give one of them"),
+        (("--gateway", "localhost:8400"), "must be an address"),
+        (("--gateway", "http://127.0.0.1:1"), "AFIELD_ADMIN_KEY"),
+        (("--role", "collect"), "--gateway URL"),
+        (("--runtime", "served=http://"), "served=http://HOST:PORT"),
+        (("--runtime", "served=http://127.0.0.1:1,elsewhere"), "served=http://HOST:PORT"),
+        (("--config", "retries_task = -1"), "retries_task"),
+        (("--config", "retries_infrastructure = -5"), "retries_infrastructure"),
+        (("--config", 'mode = "fast"'), "mode"),
+    ],
+)
+def test_an_invalid_setting_is_refused_and_leaves_no_run(
+    options: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    run_command: RunCommand,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("AFIELD_ADMIN_KEY", raising=False)
+    if options[0] == "--config":
+        (tmp_path / "c.toml").write_text(f"[train]\n{options[1]}\n")
+        options = ("--config", "c.toml")
+    tasks = write_tasks(tmp_path / "tasks.jsonl", ROWS)
+    code, _, err = run_command("train", AGENT, "--tasks", tasks, "--model", POLICY, *options)
+    assert code == 2 and message in err
+    assert not list((tmp_path / "runs").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("runtime", "assignment", "message"),
+    [
+        (
+            "sandbox",
+            "sandbox.limits.memory_mb=lots",
+            "sandbox.limits.memory_mb = 'lots' must be a whole number",
+        ),
+        ("sandbox", "sandbox.limits.memory_mb=-5", "sandbox.limits: memory_mb = -5 must be positive"),
+        ("sandbox", "sandbox.allow=foo", "sandbox.allow = 'foo' must be a list"),
+        ("sandbox", "sandbox.allow=[1]", "sandbox.allow[0] = 1 must be text"),
+        ("sandbox", "sandbox=5", "sandbox = 5 must be a table"),
+        ("sandbox", "sandbox.without_bubblewrap=maybe", "must be one of: refuse, process"),
+        ("container=i", "container.pull=sometimes", "must be one of: missing, always, never"),
+        ("sandbox", "sandbox.env={'A=B'='c'}", "sandbox: env: 'A=B' is no name of a variable"),
+        ("container=i", "container.env={''='c'}", "container: env: '' is no name of a variable"),
+        ("sandbox", "sandbox.limits.memory=5", "did you mean 'sandbox.limits.memory_mb'?"),
+        ("sandbox", "container.image=i", "choose --runtime container"),
+        ("process", "sandbox.env={A='b'}", "choose --runtime sandbox"),
+    ],
+)
+def test_an_invalid_runtime_option_is_refused_with_its_key(
+    runtime: str, assignment: str, message: str, tmp_path: Path, run_command: RunCommand
+) -> None:
+    tasks = write_tasks(tmp_path / "tasks.jsonl", ROWS)
+    options = ("--tasks", tasks, "--model", POLICY, "--runtime", runtime, "--set", assignment)
+    code, _, err = run_command("train", AGENT, *options)
+    assert code == 2 and message in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_invalid_environment_is_refused_without_its_secrets(run_command: RunCommand) -> None:
+    options = ("--model", POLICY, "--tasks", "t", "--runtime", "sandbox")
+    code, _, err = run_command("train", AGENT, *options, "--set", "sandbox.env={K='hush',N=1}")
+    assert code == 2 and "all values of sandbox.env must be text" in err
+    assert "hush" not in err
+
+
+def test_an_unreachable_gateway_is_named_at_the_start(
+    tmp_path: Path, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AFIELD_ADMIN_KEY", "k")
+    (tmp_path / "c.toml").write_text("[train]\nunavailable_timeout_s = 0.5\n")
+    arguments = train_arguments(tmp_path, "slow_agent.py", ROWS, *unlearned(tmp_path))
+    code, _, err = run_command(*arguments, "--config", "c.toml", "--gateway", "http://127.0.0.1:1")
+    assert code == 1 and "the gateway at http://127.0.0.1:1 does not answer" in err
+    assert not list((tmp_path / "runs").glob("*"))
+
+
+@pytest.mark.parametrize("directory", ["/proc/runs", "/dev/null/runs"])
+def test_an_unwritable_runs_directory_is_named(
+    directory: str, tmp_path: Path, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AFIELD_RUNS", directory)
+    code, _, err = run_command(*train_arguments(tmp_path, "slow_agent.py", ROWS))
+    assert code == 2 and f"a run cannot be kept in {directory}" in err
+
+
+@pytest.mark.anyio
+async def test_a_gateway_that_starts_too_slowly_is_reported_with_the_setting(tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec("sleep", "60", stdout=asyncio.subprocess.PIPE)
+    try:
+        with pytest.raises(Unavailable, match=r"within 0.1 s; see .*, or raise engine_start_timeout_s"):
+            await GatewayChild(process, tmp_path / "gateway.log", 0.1).ready()
+    finally:
+        process.kill()
+        await process.communicate()
+
+
+# --- agents and models ------------------------------------------------------------------------
+
+
+def refusal(run_command: RunCommand, *arguments: object) -> str:
+    """The error of a run that must not start."""
+    tasks = write_tasks(Path("tasks.jsonl"), [{"id": "a"}])
+    code, _, err = run_command("train", *arguments, "--tasks", tasks)
+    assert code == 2 and not list(Path("runs").glob("*"))
+    return err
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (SOURCE.replace("agent", "agnet"), "agent.py has no 'agent', the agent; did you mean 'agnet'?"),
+        ("def one(task): ...\n\n\ndef two(task): ...\n", "it has: one, two"),
+        ("import os\n", "it has: nothing to run"),
+        ("x = 1\ndef agent(task:\n", "agent.py, line 2 cannot be read as Python"),
+        (b"# \xff\n", "agent.py cannot be read as Python"),
+    ],
+)
+def test_an_agent_that_its_file_does_not_define_is_refused_without_importing_it(
+    run_command: RunCommand, source: str | bytes, message: str
+) -> None:
+    Path("agent.py").write_bytes(source if isinstance(source, bytes) else source.encode())
+    assert message in refusal(run_command, "agent.py:agent", "--model", POLICY)
+    Path("good.py").write_text(SOURCE)
+    verified = ("good.py:agent", "--verifier", "agent.py:agent", "--model", POLICY)
+    assert message.replace("the agent;", "the verifier;") in refusal(run_command, *verified)
+
+
+def test_a_name_that_a_file_may_define_when_imported_is_accepted(
+    tmp_path: Path, run_command: RunCommand
+) -> None:
+    no_weights = tmp_path / "bare"
+    shutil.copytree(POLICY, no_weights)
+    (no_weights / "model.safetensors").unlink()
+    for source in (
+        "from helpers import agent\n",
+        "from helpers import *\n",
+        "agent = print\n",
+        "if True:\n    class agent: ...\n",
+        "globals()['agent'] = print\n",
+        "def __getattr__(name): ...\n",
+    ):
+        Path("agent.py").write_text(source)
+        # The model is checked after the agent.
+        assert "bare has no weights" in refusal(run_command, "agent.py:agent", "--model", no_weights)
+
+
+def test_an_incomplete_model_is_refused_with_the_missing_part(
+    tmp_path: Path, run_command: RunCommand
+) -> None:
+    Path("agent.py").write_text(SOURCE)
+    model = tmp_path / "model"
+    shutil.copytree(POLICY, model)
+    asked = ("agent.py:agent", "--model", model)
+    weights, index = model / "model.safetensors", model / "model.safetensors.index.json"
+    whole = weights.read_bytes()
+    for damaged in (whole[:-1], whole[:100], b"", b"version https://git-lfs.github.com/spec/v1\n"):
+        weights.write_bytes(damaged)
+        assert "model.safetensors is cut off" in refusal(run_command, *asked)
+    weights.rename(model / "part-1.safetensors")
+    (model / "part-1.safetensors").write_bytes(whole)
+    index.write_text(json.dumps({"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}))
+    assert "lacks part-2.safetensors" in refusal(run_command, *asked)
+    index.write_text("[")
+    assert "index.json cannot be read" in refusal(run_command, *asked)
+    code, _, err = run_command("gateway", "--model", model, "--port", 0)
+    assert code == 2 and "index.json cannot be read" in err
+    (model / "config.json").unlink()
+    assert "it has no config.json" in refusal(run_command, *asked)
+
+
+def test_an_agent_that_cannot_be_imported_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(f"import no_such_library\n{SOURCE}")
+    tasks = write_tasks(tmp_path / "tasks.jsonl", [{"id": "a"}])
+    words = command("train", "agent.py:agent", "--tasks", tasks, "--model", POLICY)
+    words[1:1] = ["-X", "importtime"]
+    ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2 and "No module named 'no_such_library'" in ended.stderr
+    imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
+    assert "afield.training_run" in imported and "torch" not in imported
+    assert not list((tmp_path / "runs").glob("*"))
+
+
+# --- runs -------------------------------------------------------------------------------------
+
+
+def test_a_run_is_trained_shown_and_resumed(tmp_path: Path, run_command: RunCommand) -> None:
+    sizes = ("--steps", 2, "--tasks-per-step", 2, "--rollouts", 2)
+    arguments = train_arguments(tmp_path, "slow_agent.py", ROWS, *sizes, *unlearned(tmp_path))
+    code, out, err = run_command(*arguments)
+    assert code == 0, err
+    assert len(out.strip().splitlines()) == 1
+    printed = summary(out)
+    run = Path(printed["run"])
+    assert printed["steps"] == 2 and printed["rollouts"] == 8 and printed["turns_per_rollout"] == 2.0
+    for name in ("rewards.png", "metrics.jsonl", "summary.json", "run.json", "rollouts/step-0002.jsonl"):
+        assert (run / name).stat().st_size > 0
+    assert json.loads((run / "summary.json").read_text()) == printed
+
+    code, out, _ = run_command("show")
+    assert code == 0 and run.name in out
+    rollout = out.strip().rpartition(" ")[2]
+    code, out, err = run_command("show", run.name, rollout, "--tokens")
+    assert code == 0, err
+    assert "[user] Are you sure?" in out and "append" in out
+    assert json.loads(run_command("show", run.name, rollout, "--json")[1])["rollout"]["id"] == rollout
+    assert len(json.loads(run_command("show", run.name, "--json")[1])["metrics"]) == 2
+    code, _, err = run_command("show", run.name, "nobody")
+    assert code == 2 and "nobody" in err
+
+    code, out, err = run_command("train", "--resume", run.name, "--steps", 3, "--json")
+    assert code == 0 and summary(out)["steps"] == 3, err
+    assert "3 of 3" in run_command("show", run.name)[1]
+    code, _, err = run_command("train", "--resume", run.name, "--lr", 0.5)
+    assert code == 2 and "lr" in err
+
+    shown = start(tmp_path, "show", run.name, rollout, "--tokens")
+    assert shown.stdout and shown.stderr
+    shown.stdout.close()  # as `| head` does
+    assert "Traceback" not in shown.stderr.read()
+    shown.stderr.close()
+    shown.wait(20)
+
+
+def test_the_printed_resume_command_works_after_sigterm(tmp_path: Path, run_command: RunCommand) -> None:
+    rows = [{"id": "q", "question": "Well?", "seconds": 0.2}]
+    sizes = ("--run", "mine", "--steps", 1000, "--tasks-per-step", 1, "--rollouts", 2)
+    process = start(tmp_path, *train_arguments(tmp_path, "slow_agent.py", rows, *sizes, *unlearned(tmp_path)))
+    with process:
+        wait_until((tmp_path / "runs" / "mine" / "metrics.jsonl").exists, "the run has a step")
+        process.send_signal(signal.SIGTERM)
+        code, _, err = finish(process, 60)
+    assert code == 143, err
+    assert "afield train --resume mine" in err
+    kept = (tmp_path / "runs" / "mine" / "run.json").read_bytes()
+    for wrong in (("--runtime", "cloud"), ("--runtime", "served=http://127.0.0.1:1"), ("--workers", "0")):
+        code, _, err = run_command("train", "--resume", "mine", *wrong)
+        assert code == 2, err
+        assert (tmp_path / "runs" / "mine" / "run.json").read_bytes() == kept  # refused values are not saved
+
+
+def test_runs_that_share_a_store_keep_their_outcomes_apart(tmp_path: Path, run_command: RunCommand) -> None:
+    shared = tmp_path / "shared"
+    sizes = ("--steps", 1, "--tasks-per-step", 2, "--rollouts", 2, "--runtime", "inline")
+    for name in ("one", "two"):
+        more = ("--transport", f"files://{shared}", "--run", name, *sizes, *unlearned(tmp_path))
+        code, out, err = run_command(*train_arguments(tmp_path, "slow_agent.py", ROWS, *more))
+        assert code == 0, err
+        assert (summary(out)["late"], summary(out)["failed"]) == (0, 0)
+    commits = {name: len(list((shared / name / "commits").iterdir())) for name in ("one", "two")}
+    assert commits["one"] == commits["two"] > 0
+
+
+def run_failing(run_command: RunCommand, cwd: Path, how: str, *more: object) -> tuple[int, str, str]:
+    tasks = write_tasks(cwd / "tasks.jsonl", [{"id": f"t{n}", "how": how} for n in range(2)])
+    sizes = ("--tasks", tasks, "--model", POLICY, "--tasks-per-step", 1, "--rollouts", 2, "--json")
+    agent = f"{AGENTS / 'failing_agents.py'}:agent"
+    return run_command("train", agent, *sizes, "--runtime", "inline", *unlearned(cwd), *more)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_run_that_trained_nothing_fails_however_short_it_is(
+    tmp_path: Path, run_command: RunCommand, steps: int
+) -> None:
+    code, out, err = run_failing(run_command, tmp_path, "raises", "--steps", steps)
+    assert code == 1 and summary(out)["steps"] == steps
+    run = Path(summary(out)["run"]).name
+    assert f"nothing was trained: of {2 * steps} rollouts {2 * steps} have no reward" in err
+    assert f"show {run}" in err
+    assert steps == 1 or run_command("train", "--resume", run, "--json")[0] == 1
+
+
+def test_a_run_with_equal_rewards_succeeds(tmp_path: Path, run_command: RunCommand) -> None:
+    code, out, err = run_failing(run_command, tmp_path, "posts_garbage", "--steps", 1)
+    assert code == 0 and summary(out)["trained"] == 2, err
+    assert "nothing was trained" not in err
+
+
+def test_the_start_timeout_of_the_gateway_comes_from_the_run() -> None:
+    config = train_config(None, {"agent": "a.py:agent", "model": "m", "engine_start_timeout_s": 1000.0})
+    settings = factory.gateway_settings(config, RunDirectory(Path("run")))
+    assert settings.engine_start_timeout_s == 1000.0 < factory.start_timeout(settings)
