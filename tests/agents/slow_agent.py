@@ -1,21 +1,28 @@
-"""Asks the model, takes its time, and asks again."""
+"""Agent that calls the model, sleeps for `seconds`, and calls it again.
 
+It uses no client library, whose import would take longer than the rollout.
+"""
+
+import json
 import time
+import urllib.request
 from typing import Any
-
-import openai
 
 import afield
 
-CLIENT = openai.OpenAI(base_url="http://unset", api_key="unset")
+
+def chat(rollout: afield.Context, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    body = json.dumps({"model": rollout.model_id, "messages": messages}).encode()
+    headers = {"authorization": f"Bearer {rollout.api_key}", "content-type": "application/json"}
+    request = urllib.request.Request(f"{rollout.openai_base_url}/chat/completions", body, headers)
+    with urllib.request.urlopen(request, timeout=300) as response:
+        return json.load(response)["choices"][0]["message"]
 
 
 @afield.agent
 def agent(task: dict[str, Any], rollout: afield.Context) -> float:
-    client = CLIENT.with_options(base_url=rollout.openai_base_url, api_key=rollout.api_key)
-    messages: list[Any] = [{"role": "user", "content": task["question"]}]
-    reply = client.chat.completions.create(model=rollout.model_id, messages=messages)
+    messages = [{"role": "user", "content": task["question"]}]
+    reply = chat(rollout, messages)
     time.sleep(task.get("seconds", 0.5))
-    messages += [reply.choices[0].message, {"role": "user", "content": "Are you sure?"}]
-    reply = client.chat.completions.create(model=rollout.model_id, messages=messages)
-    return float(len(reply.choices[0].message.content or "") % 2)
+    reply = chat(rollout, [*messages, reply, {"role": "user", "content": "Are you sure?"}])
+    return float(len(reply["content"] or "") % 2)

@@ -1,4 +1,4 @@
-"""kill -9 of an agent costs an attempt; kill -9 of the trainer costs nothing that was finished."""
+"""Runs whose processes are killed: retried attempts, resumed runs, clean ends."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import sqlite3
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import pytest
 
 from afield.orchestrator.state import RunDirectory, RunState
 from support.processes import (
@@ -27,12 +31,12 @@ SIZES = ("--tasks-per-step", 4, "--rollouts", 4, "--concurrency", 8)
 
 
 def only_run(cwd: Path) -> RunDirectory | None:
-    found = list((cwd / "runs").glob("*/run.json"))
-    return RunDirectory(found[0].parent) if found else None
+    runs = list((cwd / "runs").glob("*/run.json"))
+    return RunDirectory(runs[0].parent) if runs else None
 
 
 def turns_of(run: RunDirectory) -> int:
-    """Model calls that have ended, as the gateway's store has them."""
+    """Number of model calls that the gateway has committed."""
     store = run.gateway / "gateway.sqlite"
     if not store.exists():
         return 0
@@ -40,11 +44,11 @@ def turns_of(run: RunDirectory) -> int:
         try:
             return reader.execute("SELECT count(*) FROM turns WHERE status = 'committed'").fetchone()[0]
         except sqlite3.OperationalError:
-            return 0  # not made yet
+            return 0  # not created yet
 
 
 def trained_rollouts(run: RunDirectory) -> Counter[str]:
-    """From what each step wrote down, not from the ledger."""
+    """Counted in the rollout files of the steps, not in the run state."""
     finished = [f for step in run.steps() for f in run.read_rollouts(step)]
     return Counter(f.rollout.id for f in finished if f.outcome.reward is not None)
 
@@ -53,32 +57,32 @@ def expected_rollouts(run: RunDirectory) -> set[str]:
     return {f"train-e0-{row['id']}-r{k}" for row in ROWS for k in range(4)}
 
 
-def test_killing_an_agent_process_costs_one_attempt_of_what_it_ran(tmp_path: Path) -> None:
-    rows = [{**row, "seconds": 2.0} for row in ROWS]
-    sizes = ("--steps", 2, *SIZES, *unlearned(tmp_path))
-    process = start(tmp_path, *train_arguments(tmp_path, "slow_agent.py", rows, *sizes))
-    run = until(lambda: only_run(tmp_path), "a run directory")
-    until(lambda: turns_of(run) >= 4, "rollouts in the middle of their two turns")
-    found = children(process.pid, deep=False)
-    workers = [pid for pid, line in found.items() if "afield.sdk.serve" in line]
-    for worker in workers:
-        kill(worker)
+def start_run(cwd: Path, rows: list[dict[str, Any]], steps: int) -> tuple[Popen[str], RunDirectory]:
+    """A run with scripted replies and frozen weights, so that no process loads torch."""
+    arguments = train_arguments(cwd, "slow_agent.py", rows, "--steps", steps, *SIZES, *unlearned(cwd))
+    process = start(cwd, *arguments)
+    return process, until(lambda: only_run(cwd), "a run directory")
+
+
+def test_killing_agent_processes_costs_one_attempt_of_each_rollout_they_ran(tmp_path: Path) -> None:
+    process, run = start_run(tmp_path, [{**row, "seconds": 2.0} for row in ROWS], steps=1)
+    until(lambda: turns_of(run) >= 4, "rollouts between their two turns")
+    for pid, command in children(process.pid, deep=False).items():
+        if "afield.sdk.serve" in command:
+            kill(pid)
     code, out, err = finish(process)
     assert code == 0, err
-    told = summary(out)
-    assert told["failed"] == 0
-    assert told["rollouts"] == 32
-    assert 1 <= told["retried"] <= 16
+    report = summary(out)
+    assert (report["failed"], report["rollouts"]) == (0, 16)
+    assert 1 <= report["retried"] <= 8
     assert "infrastructure/died" in err
     counted = trained_rollouts(run)
     assert set(counted.values()) == {1}
-    assert len(counted) == 32
+    assert len(counted) == 16
 
 
-def test_killing_the_trainer_and_resuming_trains_everything_exactly_once(tmp_path: Path) -> None:
-    arguments = train_arguments(tmp_path, "slow_agent.py", ROWS, "--steps", 3, *SIZES)
-    process = start(tmp_path, *arguments)
-    run = until(lambda: only_run(tmp_path), "a run directory")
+def test_a_killed_run_that_is_resumed_trains_every_rollout_exactly_once(tmp_path: Path) -> None:
+    process, run = start_run(tmp_path, ROWS, steps=3)
     until(lambda: run.last_state(), "a first step", 90)
     commits = run.path / "outcomes" / "train" / "commits"
     until(lambda: len(list(commits.glob("*.json"))) >= 20, "outcomes of the second step")
@@ -86,7 +90,7 @@ def test_killing_the_trainer_and_resuming_trains_everything_exactly_once(tmp_pat
     assert len(family) >= 3
     kill(process.pid)
     finish(process)
-    until(lambda: not any(map(alive, family)), "gateway and agents end with their trainer")
+    until(lambda: not any(map(alive, family)), "the end of the gateway and the agents")
     committed = {path.stem for path in commits.glob("*.json")}
 
     code, out, err = afield(tmp_path, "train", "--resume", run.id, "--json")
@@ -96,33 +100,15 @@ def test_killing_the_trainer_and_resuming_trains_everything_exactly_once(tmp_pat
     counted = trained_rollouts(run)
     assert set(counted) == expected_rollouts(run)
     assert set(counted.values()) == {1}
-    with RunState(run.run_state) as ledger:
-        assert set(ledger.trained_rollouts()) == expected_rollouts(run)
-        assert Counter(ledger.trained_rollouts().values()) == {1: 16, 2: 16, 3: 16}
+    with RunState(run.run_state) as run_state:
+        assert set(run_state.trained_rollouts()) == expected_rollouts(run)
+        assert Counter(run_state.trained_rollouts().values()) == {1: 16, 2: 16, 3: 16}
     used = {f.outcome.session_id for step in run.steps() for f in run.read_rollouts(step)}
-    assert committed <= used  # nothing that was finished before the kill was sampled again
+    assert committed <= used  # nothing that had finished before the kill was sampled again
 
 
-def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:
-    process = start(tmp_path, *train_arguments(tmp_path, "slow_agent.py", ROWS, "--steps", 3, *SIZES))
-    run = until(lambda: only_run(tmp_path), "a run directory")
-    until(lambda: run.last_state(), "a first step", 90)
-    family = children(process.pid)
-    process.send_signal(signal.SIGINT)
-    code, _, err = finish(process, 60)
-    assert code == 130
-    assert f"--resume {run.id}" in err
-    assert "Traceback" not in err
-    assert not any(map(alive, family))
-    code, _out, err = afield(tmp_path, "train", "--resume", "--json")
-    assert code == 0, err
-    assert set(trained_rollouts(run)) == expected_rollouts(run)
-
-
-def test_a_gateway_that_dies_ends_the_run_with_one_line_and_costs_nothing(tmp_path: Path) -> None:
-    sizes = ("--steps", 3, *SIZES, *unlearned(tmp_path))
-    process = start(tmp_path, *train_arguments(tmp_path, "slow_agent.py", ROWS, *sizes))
-    run = until(lambda: only_run(tmp_path), "a run directory")
+def test_a_run_whose_gateway_dies_ends_with_one_line_and_can_be_resumed(tmp_path: Path) -> None:
+    process, run = start_run(tmp_path, ROWS, steps=3)
     until(lambda: run.last_state(), "a first step", 90)
     (gateway,) = [p for p, line in children(process.pid, deep=False).items() if "afield gateway" in line]
     kill(gateway)
@@ -134,14 +120,16 @@ def test_a_gateway_that_dies_ends_the_run_with_one_line_and_costs_nothing(tmp_pa
     assert set(trained_rollouts(run)) == expected_rollouts(run)
 
 
-def test_sigterm_stops_cleanly(tmp_path: Path) -> None:
-    sizes = ("--steps", 3, *SIZES, *unlearned(tmp_path))
-    process = start(tmp_path, *train_arguments(tmp_path, "slow_agent.py", ROWS, *sizes))
-    run = until(lambda: only_run(tmp_path), "a run directory")
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_all_processes_and_the_last_line_names_the_resume_command(
+    tmp_path: Path, number: signal.Signals, exit_code: int
+) -> None:
+    process, run = start_run(tmp_path, ROWS, steps=3)
     until(lambda: turns_of(run), "a first turn")
     family = children(process.pid)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     code, _, err = finish(process, 60)
-    assert code == 143
+    assert code == exit_code
+    assert f"--resume {run.id}" in err
     assert "Traceback" not in err
     assert not any(map(alive, family))

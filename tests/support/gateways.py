@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,6 +26,12 @@ from afield.sdk.listen import listen
 from support.tokenizers import POLICY, load_tokenizer
 
 ADMIN = "test-admin-key"
+SSL = ssl.create_default_context()  # reading the certificates takes 20 ms per client
+
+
+def openai_client(base_url: str, api_key: str, max_retries: int = 2) -> openai.AsyncOpenAI:
+    http = openai.DefaultAsyncHttpxClient(verify=SSL)
+    return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=max_retries, http_client=http)
 
 
 class Running:
@@ -39,11 +46,9 @@ class Running:
     ) -> openai.AsyncOpenAI:
         """A session, and the OpenAI client an agent would use in it."""
         ticket = await self.client.open(SessionSpec(id=session_id, **spec))
-        made = openai.AsyncOpenAI(
-            base_url=ticket.openai_base_url, api_key=ticket.api_key, max_retries=max_retries
-        )
-        self.agents.append(made)
-        return made
+        client = openai_client(ticket.openai_base_url, ticket.api_key, max_retries)
+        self.agents.append(client)
+        return client
 
     async def ask(
         self,

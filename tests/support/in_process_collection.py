@@ -8,8 +8,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import openai
-
 from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.interfaces import PendingAttempt, Runtime, Transport
 from afield.orchestrator.config import RolloutConfig
@@ -21,7 +19,7 @@ from afield.runtimes.inline import InlineRuntime
 from afield.sdk.agent import Context
 from afield.transports.stores.memory import MemoryTransport
 from afield.types import Attempt, Group, Outcome, Rollout, RolloutResult, Task
-from support.gateways import Running, running, vocabulary
+from support.gateways import Running, openai_client, running, vocabulary
 
 VOCAB = vocabulary()
 YES = ScriptedReply(token_ids=(*VOCAB.encode("Yes."), VOCAB.id_of("<|im_end|>") or 0))
@@ -91,7 +89,7 @@ def waiting(rollout_id: str, n: int = 1) -> PendingAttempt:
 
 
 async def ask_model(rollout: Context, word: str = "Hi") -> str:
-    async with openai.AsyncOpenAI(base_url=rollout.openai_base_url, api_key=rollout.api_key) as client:
+    async with openai_client(rollout.openai_base_url, rollout.api_key) as client:
         ask: Any = [{"role": "user", "content": word}]
         reply = await client.chat.completions.create(model="m", messages=ask)
         return reply.choices[0].message.content or ""
