@@ -15,6 +15,7 @@ import pytest
 
 from afield.engines.scripted import ScriptedEngine
 from afield.errors import InfrastructureFailure, TaskFailure, VerifierFailure
+from afield.interfaces import Capabilities
 from afield.orchestrator.state import RunState
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.agent import Context
@@ -115,7 +116,7 @@ async def test_looping_with_the_model_until_the_deadline_is_the_policys_failure(
             await asyncio.sleep(0.05)
 
     async with bench(tmp_path, agent) as b:
-        (group,) = await b.collect(attempt_timeout_s=6.0, active_s=5.5)
+        (group,) = await b.collect(attempt_timeout_s=3.0, active_s=2.5)
     for finished in group.finished:
         failure = finished.outcome.failure
         assert failure and (failure.kind, failure.reason) == (FailureKind.POLICY, Reason.TIMEOUT)
@@ -175,7 +176,11 @@ async def test_lost_hints_are_found_by_the_sweep(tmp_path: Path) -> None:
             return []
 
     class Endless(InlineRuntime):
-        """Never says that an attempt ended, so that only the transport can."""
+        """Never reports the end of an attempt, so that only the transport can."""
+
+        @property
+        def capabilities(self) -> Capabilities:
+            return Capabilities(isolation="none", lingers=True)
 
         async def wait(self, attempt: Attempt) -> Any:
             await asyncio.Event().wait()

@@ -30,14 +30,26 @@ def train(cwd: Path, *more: object) -> tuple[int, str, str]:
     return afield(cwd, *arguments, "--rollouts", 2, *more, *unlearned(cwd))
 
 
+@pytest.fixture(scope="module")
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory in which a run of three steps was trained."""
+    cwd = tmp_path_factory.mktemp("trained")
+    code, _, err = train(cwd, "--steps", 3)
+    assert code == 0, err
+    return cwd
+
+
+def copy_of(trained_run: Path, cwd: Path) -> RunDirectory:
+    shutil.copytree(trained_run, cwd, dirs_exist_ok=True)
+    return RunDirectory(cwd / "runs" / "run")
+
+
 def trained(run: RunDirectory) -> Counter[str]:
     return Counter(f.rollout.id for step in run.steps() for f in run.read_rollouts(step))
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) -> None:
-    code, _, err = train(tmp_path, "--steps", 3)
-    assert code == 0, err
-    run = RunDirectory(tmp_path / "runs" / "run")
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path: Path, trained_run: Path) -> None:
+    run = copy_of(trained_run, tmp_path)
     before = trained(run)
     (run.checkpoint(3) / "trainer.json").write_bytes(b"\0\0\0")
     code, _, err = afield(tmp_path, "train", "--resume", "run", "--steps", 4, "--json")
@@ -64,19 +76,17 @@ def test_a_state_that_cannot_be_read_is_set_aside_too(tmp_path: Path) -> None:
         run.last_state()
 
 
-def test_a_damaged_file_is_named_in_one_line(tmp_path: Path) -> None:
-    code, _, err = train(tmp_path, "--steps", 1)
-    assert code == 0, err
-    run = RunDirectory(tmp_path / "runs" / "run")
+def test_a_damaged_file_is_named_in_one_line(tmp_path: Path, trained_run: Path) -> None:
+    run = copy_of(trained_run, tmp_path)
     tasks = run.tasks.read_bytes()
     run.tasks.write_bytes(tasks[: len(tasks) // 2] + b"\xff")
-    code, _, err = afield(tmp_path, "train", "--resume", "run", "--steps", 2)
+    code, _, err = afield(tmp_path, "train", "--resume", "run", "--steps", 4)
     assert code == 2 and err.startswith(f"afield: {run.tasks} is damaged in line ") and err.count("\n") == 1
     run.tasks.write_bytes(tasks)
     run.run_state.write_bytes(b"SQLite format 3\0" + os.urandom(8192))
     for extra in ("-wal", "-shm"):
         run.run_state.with_name(run.run_state.name + extra).unlink(missing_ok=True)
-    code, _, err = afield(tmp_path, "train", "--resume", "run", "--steps", 2)
+    code, _, err = afield(tmp_path, "train", "--resume", "run", "--steps", 4)
     assert code == 2 and str(run.run_state) in err and "Traceback" not in err
     run.rollouts(1).write_bytes(b'{"rollout": ')
     code, _, err = afield(tmp_path, "export", "run", "--out", tmp_path / "rows.jsonl")

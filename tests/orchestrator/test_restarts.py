@@ -133,7 +133,7 @@ async def test_closing_that_is_cut_short_leaves_no_task_behind(tmp_path: Path) -
         with pytest.raises(asyncio.CancelledError):
             await living
         left = {task for task in asyncio.all_tasks() - before if "_tear_down" in str(task.get_coro())}
-        left |= {task for task in asyncio.all_tasks() - before if "Noticer" in str(task.get_coro())}
+        left |= {task for task in asyncio.all_tasks() - before if "AttemptWatcher" in str(task.get_coro())}
         assert not left
 
 
@@ -248,14 +248,14 @@ async def test_time_without_a_gateway_is_not_held_against_a_rollout(tmp_path: Pa
             def __getattr__(self, name: str) -> Any:
                 return _unavailable if name == "states" and away.is_set() else getattr(b.up.client, name)
 
-        async with b.conducting(gateway=Away(), attempt_timeout_s=4.0, watch_interval_s=0.1, retries={}) as (
+        async with b.conducting(gateway=Away(), attempt_timeout_s=2.0, watch_interval_s=0.1, retries={}) as (
             _,
             conductor,
         ):
             running = conductor.start(rollout())
             assert await asyncio.to_thread(asked.wait, 60)
             away.set()
-            await asyncio.sleep(4.5)
+            await asyncio.sleep(2.5)
             away.clear()
             back.set()
             note = await running

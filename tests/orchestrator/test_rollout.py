@@ -13,7 +13,16 @@ import pytest
 
 from afield.engines.scripted import ScriptedReply
 from afield.errors import InfrastructureFailure, RateLimited, RolloutFailure, TaskFailure, Unavailable
-from afield.interfaces import Exit, Fence, GenerateRequest, PendingAttempt, Phase, SessionState, SessionStatus
+from afield.interfaces import (
+    Capabilities,
+    Exit,
+    Fence,
+    GenerateRequest,
+    PendingAttempt,
+    Phase,
+    SessionState,
+    SessionStatus,
+)
 from afield.orchestrator.deadlines import Deadlines, Progress, overdue_failure
 from afield.ratelimit import LocalLimiter, RateLimits, Unlimited
 from afield.runtimes.inline import InlineRuntime
@@ -123,11 +132,12 @@ def test_time_in_line_is_not_held_against_an_agent_up_to_its_deadline_once_more(
 
 
 async def test_an_agent_whose_call_waits_for_new_weights_is_not_the_policys_failure(tmp_path: Path) -> None:
-    attempt_timeout_s = 8.0  # a machine that is busy takes seconds to start the first agent
+    attempt_timeout_s = 3.0
     async with (
         bench(tmp_path, good) as b,
         b.conducting(attempt_timeout_s=attempt_timeout_s, watch_interval_s=0.1, retries={}) as (_, conductor),
     ):
+        await conductor.run(rollout("first"))  # the first agent of a process starts slowly
         await b.up.ask("POST", "/policy/pause", {})
         running = conductor.start(rollout())
         waited_s = 0.0
@@ -153,7 +163,7 @@ async def test_an_agent_that_says_nothing_for_too_long_is_given_up_and_tried_aga
             await asyncio.sleep(3600)
         return 1.0
 
-    async with bench(tmp_path, agent) as b, b.conducting(idle_timeout_s=3.0) as (_, conductor):
+    async with bench(tmp_path, agent) as b, b.conducting(idle_timeout_s=1.5) as (_, conductor):
         note = await conductor.run(rollout())
         assert note.outcome.reward == 1.0 and note.attempts == 2
         (first, _) = b.ledger.attempts("r")
@@ -199,7 +209,7 @@ async def test_a_launch_that_hangs_is_cut_at_its_deadline(tmp_path: Path) -> Non
     async with (
         bench(tmp_path, good) as b,
         Slow(good, deliver=b.transport.deliver) as slow,
-        b.conducting(runtime=slow, launch_timeout_s=3.0) as (_, conductor),
+        b.conducting(runtime=slow, launch_timeout_s=1.5) as (_, conductor),
     ):
         note = await conductor.run(rollout())
     assert note.outcome.reward == 1.0 and note.attempts == 2
@@ -324,7 +334,7 @@ async def test_a_store_that_goes_away_is_waited_for(tmp_path: Path, caplog: pyte
     transport = Shaky()
 
     async def agent(task: dict[str, Any], context: Context) -> float:
-        transport.down = 5
+        transport.down = 2
         return await good(task, context)
 
     async with (
@@ -416,6 +426,10 @@ class Elsewhere(InlineRuntime):
     """Agents that outlive the collector; it can, or cannot, say which of them run."""
 
     knows = True
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(isolation="none", lingers=not self.knows)
 
     async def adopt(self, attempt: Attempt) -> bool | None:
         return self._attempts.is_running(attempt.session_id) if self.knows else None
@@ -564,7 +578,7 @@ async def test_an_agent_that_is_too_busy_for_signs_of_life_lives_if_its_runtime_
             async with aiohttp.ClientSession(headers=headers) as http:
                 (await http.post(f"{context.base_url}/alive", json={})).raise_for_status()
             PROCESS_HEARTBEAT.drop(context.session_id)  # its thread gets no turn any more
-            await asyncio.sleep(4.0)
+            await asyncio.sleep(3.0)
         return reward
 
     async with (

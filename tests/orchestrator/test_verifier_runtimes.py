@@ -48,7 +48,7 @@ async def test_a_verifier_that_raises_dies_or_hangs_is_followed_by_one_that_grad
         "separate_verifier": True,
         "rollouts": 1,
         "quorum": 1,
-        "verifier_timeout_s": 8.0,
+        "verifier_timeout_s": 5.0,
         "attempt_timeout_s": 50.0,
     }
     async with court(tmp_path, hand_in, half) as (bench, _), place(tmp_path / "logs") as verifiers:

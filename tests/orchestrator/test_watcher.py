@@ -412,10 +412,10 @@ async def test_sessions_that_are_over_leave_nothing_in_memory(tmp_path: Path) ->
             gc.collect()
             return len(gc.get_objects()), sys.getallocatedblocks()
 
-        await use(0, 200)
+        await use(0, 100)
         before = held()
-        await use(200, 2000)
+        await use(100, 900)
         after = held()
         assert len(gateway.sessions) == 0
         assert after[0] - before[0] < 400
-        assert after[1] - before[1] < 1000
+        assert after[1] - before[1] < 800
