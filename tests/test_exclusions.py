@@ -24,7 +24,7 @@ from afield.settings.sessions import SessionPolicies, policies_of
 from afield.settings.train import train_config
 from afield.turn_tree import TurnTree
 from afield.types import FinishReason, Message, Sampling, Turn, TurnStatus, VersionSpan
-from support.client_gateway import place, yes
+from support.client_gateway import threaded_gateway, yes_agent
 from support.dialect_clients import Heard, read
 from support.dialect_session import Client, answering, knock, said
 from support.gateways import ADMIN
@@ -342,8 +342,8 @@ def test_a_client_and_a_launch_take_policies() -> None:
 
 
 def test_every_session_of_a_plan_is_opened_with_its_policies(tmp_path: Path) -> None:
-    with place(tmp_path) as there:
-        names = {"agent": yes, "gateway": there.url, "admin_key": ADMIN, "exp_id": "exp", **POLICIES}
+    with threaded_gateway(tmp_path) as there:
+        names = {"agent": yes_agent, "gateway": there.url, "admin_key": ADMIN, "exp_id": "exp", **POLICIES}
         with RolloutClient.open(**names, directory=tmp_path / "run") as client:
             finished = client.submit({}, input_id="a").result(60)
             assert finished.outcome.reward == 1.0

@@ -23,7 +23,7 @@ from afield.settings.train import train_config
 from afield.token_account import ExclusionWatch, TokenAccount, count_tokens
 from afield.trajectories import linear
 from afield.types import Exclusion, RolloutResult, Split
-from support.client_gateway import place
+from support.client_gateway import threaded_gateway
 from support.dialect_clients import knock
 from support.dialect_session import answering, said
 from support.gateways import ADMIN
@@ -179,7 +179,7 @@ def aside(payload: dict[str, Any], context: Any) -> dict[str, float]:
 def test_a_client_has_the_account_of_its_rollouts_and_warns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with place(tmp_path) as there, there.client(aside) as client, caplog.at_level(logging.WARNING):
+    with threaded_gateway(tmp_path) as there, there.client(aside) as client, caplog.at_level(logging.WARNING):
         (item,) = client.run_batch([{}], rollouts=1)
         assert set(item.tokens.excluded) == {"side:declared"}
         assert item.tokens.trained > 0

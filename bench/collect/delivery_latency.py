@@ -34,7 +34,7 @@ from afield.transports.stores.s3 import S3CollectorStore
 from afield.transports.transport import StoreTransport
 from afield.wire import Hint, Invocation, OutcomeRecord
 from support import servers
-from support.client_gateway import Place, place
+from support.client_gateway import ThreadedGateway, threaded_gateway
 
 SWEEP_S = 5.0
 BAR_S = 0.5
@@ -69,7 +69,7 @@ def agent(task: dict[str, Any], rollout: Context) -> float:
     return 1.0
 
 
-def measure(there: Place, bucket: str, endpoint: str, count: int, *, drop: bool) -> list[float]:
+def measure(there: ThreadedGateway, bucket: str, endpoint: str, count: int, *, drop: bool) -> list[float]:
     linger_s = SWEEP_S + 3.0 if drop else 2.0
     store = S3CollectorStore(bucket, endpoint=endpoint)
     queue = SqsNotifier(queue_prefix="hints", endpoint=endpoint)
@@ -107,7 +107,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, servers.moto(Path(folder) / "moto") as moto:
         os.environ.update({**servers.KEYS, "AWS_ENDPOINT_URL": moto.url})
         aws_client("s3").create_bucket(Bucket="outcomes")
-        with place(Path(folder)) as there:
+        with threaded_gateway(Path(folder)) as there:
             latencies = measure(there, "outcomes", moto.url, args.rollouts, drop=False)
             dropped = measure(there, "outcomes", moto.url, args.dropped, drop=True)
     result = {

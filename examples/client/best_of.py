@@ -1,9 +1,9 @@
-"""How good is the best of n answers? Rollouts of an agent against a gateway, without any training.
+"""Best-of-n reward of an agent: rollouts against a gateway, without training.
 
     afield gateway --model path/to/hf-model            # prints its address and admin key
     AFIELD_ADMIN_KEY=... python best_of.py http://127.0.0.1:8400 --rollouts 4
 
-Started again with the same --name it goes on where it was: what is finished is not run again.
+Started again with the same --name, it resumes: finished rollouts are not run again.
 """
 
 import argparse
@@ -31,18 +31,18 @@ def main() -> None:
     parser.add_argument("gateway")
     parser.add_argument("--rollouts", type=int, default=4)
     parser.add_argument("--name", default="best-of")
-    given = parser.parse_args()
+    args = parser.parse_args()
     with afield.RolloutClient.open(
-        agent=shopper, gateway=given.gateway, exp_id=given.name, attempt_timeout_s=60
+        agent=shopper, gateway=args.gateway, exp_id=args.name, attempt_timeout_s=60
     ) as client:
-        for group in client.run_groups(QUESTIONS, rollouts=given.rollouts, timeout=600):
+        for group in client.run_groups(QUESTIONS, rollouts=args.rollouts, timeout=600):
             rewards = [f.outcome.reward for f in group.finished if f.outcome.reward is not None]
             tokens = sum(t.owned for f in group.finished for t in f.trajectories)
             if rewards:
-                told = f"mean {sum(rewards) / len(rewards):.2f}, best {max(rewards):.2f}"
+                summary = f"mean {sum(rewards) / len(rewards):.2f}, best {max(rewards):.2f}"
             else:
-                told = f"no reward: {group.unusable_because(1)}"
-            print(f"{group.task_id}: {told}; {len(rewards)} of {given.rollouts} rollouts, {tokens} tokens")
+                summary = f"no reward: {group.unusable_because(1)}"
+            print(f"{group.task_id}: {summary}; {len(rewards)} of {args.rollouts} rollouts, {tokens} tokens")
 
 
 if __name__ == "__main__":

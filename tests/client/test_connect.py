@@ -1,10 +1,11 @@
-"""A client by names: what can be named, what is refused, and that its page is true."""
+"""RolloutClient.open: its arguments, their errors, and the how-to page."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from afield.errors import UsageError
 from afield.ratelimit import LocalLimiter, RateLimits
 from afield.settings.train import TrainConfig
 from afield.settings.values import converted
-from support.client_gateway import Place, place, yes
+from support.client_gateway import ThreadedGateway, threaded_gateway, yes_agent
 from support.gateways import ADMIN
 from support.paths import ROOT
 from support.processes import AGENTS
@@ -31,44 +32,44 @@ AGENT = f"{AGENTS / 'leaving_marks.py'}:agent"
 
 
 @pytest.fixture
-def there(tmp_path: Path) -> Iterator[Place]:
-    with place(tmp_path) as made:
-        yield made
+def gateway(tmp_path: Path) -> Iterator[ThreadedGateway]:
+    with threaded_gateway(tmp_path) as gateway:
+        yield gateway
 
 
-def opened(there: Place, **names: Any) -> afield.RolloutClient:
-    values = {"gateway": there.url, "admin_key": ADMIN, "exp_id": "exp", "directory": there.root / "run"}
+def opened(gateway: ThreadedGateway, **names: Any) -> afield.RolloutClient:
+    values = {"gateway": gateway.url, "admin_key": ADMIN, "exp_id": "exp", "directory": gateway.root / "run"}
     return afield.RolloutClient.open(**{**values, **names})
 
 
-def test_a_named_agent_runs_in_processes_and_a_function_in_threads(there: Place) -> None:
-    row = {"marks": str(there.root / "marks")}
-    outcomes = there.root / "elsewhere"
+def test_a_named_agent_runs_in_processes_and_a_function_in_threads(gateway: ThreadedGateway) -> None:
+    row = {"marks": str(gateway.root / "marks")}
+    outcomes = gateway.root / "elsewhere"
     with opened(
-        there, agent=AGENT, workers=1, transport=f"files://{outcomes}", attempt_timeout_s=60
+        gateway, agent=AGENT, workers=1, transport=f"files://{outcomes}", attempt_timeout_s=60
     ) as client:
         assert client.config.deadlines.attempt_timeout_s == 60
         assert client.submit(row, input_id="a").result(60).outcome.reward == 1.0
     assert (outcomes / "exp" / "commits" / "exp-a-r0.1.json").exists()
     with opened(
-        there, agent=yes, pace=RateLimits(rate_per_s=100), limiter_file=there.root / "limiter"
+        gateway, agent=yes_agent, pace=RateLimits(rate_per_s=100), limiter_file=gateway.root / "limiter"
     ) as client:
         assert len(client.submit(row, input_id="b").result(60).turns) == 1
         assert client.submit(row, input_id="a").result(60).rollout.id == "exp-a-r0"  # from before
-    assert (there.root / "marks").read_text().split() == ["exp-a-r0.1"]
+    assert (gateway.root / "marks").read_text().split() == ["exp-a-r0.1"]
 
 
-def test_agents_that_others_serve_need_no_name(there: Place) -> None:
+def test_agents_that_others_serve_need_no_name(gateway: ThreadedGateway) -> None:
     reading, writing = os.pipe()
     serve = [sys.executable, "-m", "afield.sdk.serve", AGENT, "--ready-fd", str(writing)]
-    serve += ["--outcome-root", str(there.root)]
+    serve += ["--outcome-root", str(gateway.root)]
     process = subprocess.Popen(serve, pass_fds=(writing,))
     os.close(writing)
     try:
         with os.fdopen(reading) as ready:
             url = f"http://127.0.0.1:{int(ready.readline())}"
-        with opened(there, runtime=f"served={url}") as client:
-            row = {"marks": str(there.root / "marks"), "reward": 0.5}
+        with opened(gateway, runtime=f"served={url}") as client:
+            row = {"marks": str(gateway.root / "marks"), "reward": 0.5}
             assert [item.outcome.reward for item in client.run_batch([row], rollouts=3)] == [0.5] * 3
         assert process.poll() is None  # it is not ours to end
     finally:
@@ -79,18 +80,18 @@ def test_agents_that_others_serve_need_no_name(there: Place) -> None:
 @pytest.mark.parametrize(
     ("names", "told"),
     [
-        ({"agent": yes, "concurency": 3}, "unknown value 'concurency'; did you mean 'concurrency'"),
-        ({"agent": yes, "zzz": 3}, "unknown value 'zzz'; known: "),
-        ({"agent": yes, "attempt_timeout_s": -1}, "attempt_timeout_s = -1 must be positive"),
-        ({"agent": yes, "runtime": "process"}, "a function runs inline only"),
+        ({"agent": yes_agent, "concurency": 3}, "unknown value 'concurency'; did you mean 'concurrency'"),
+        ({"agent": yes_agent, "zzz": 3}, "unknown value 'zzz'; known: "),
+        ({"agent": yes_agent, "attempt_timeout_s": -1}, "attempt_timeout_s = -1 must be positive"),
+        ({"agent": yes_agent, "runtime": "process"}, "a function runs inline only"),
         ({"agent": AGENT, "runtime": "cloud"}, "unknown runtime 'cloud'; choose one of: agentcore"),
         ({"agent": AGENT, "transport": "pigeon"}, "unknown transport 'pigeon'; choose one of: files"),
         ({"agent": AGENT, "transport": "memory"}, "'memory' works with runtime 'inline' only"),
         ({"agent": "agent.py"}, "must be path/to/file.py:name"),
         ({"agent": f"{AGENT}s"}, "the agent; did you mean"),
         ({}, "runtime 'process' needs an agent"),
-        ({"agent": yes, "gateway": "127.0.0.1:8400"}, "must be its address"),
-        ({"agent": yes, "admin_key": ""}, "no admin key"),
+        ({"agent": yes_agent, "gateway": "127.0.0.1:8400"}, "must be its address"),
+        ({"agent": yes_agent, "admin_key": ""}, "no admin key"),
     ],
 )
 def test_names_that_cannot_work_are_refused_before_anything_starts(
@@ -103,32 +104,35 @@ def test_names_that_cannot_work_are_refused_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
-def test_the_code_of_the_page_runs(there: Place) -> None:
+@pytest.fixture
+def workdir(gateway: ThreadedGateway, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Working directory of code that reads the admin key from its environment."""
+    monkeypatch.chdir(gateway.root)
+    monkeypatch.setenv("AFIELD_ADMIN_KEY", ADMIN)
+    return gateway.root
+
+
+def test_the_code_of_the_page_runs(
+    gateway: ThreadedGateway, workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S))
-    environment = os.environ | {"AFIELD_ADMIN_KEY": ADMIN, "NO_PROXY": "127.0.0.1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code.replace("http://127.0.0.1:8400", there.url)],
-        env=environment,
-        cwd=there.root,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"^[01] (?:lamp|chair) [01] \S+ s 0\.0 1$", done.stdout, re.M)) == 4
+    script = workdir / "page.py"
+    script.write_text(code.replace("http://127.0.0.1:8400", gateway.url))
+    runpy.run_path(str(script))
+    assert len(re.findall(r"^[01] (?:lamp|chair) [01] \S+ s 0\.0 1$", capsys.readouterr().out, re.M)) == 4
 
 
-def test_the_example_runs_and_goes_on_where_it_was(there: Place) -> None:
-    command = [sys.executable, EXAMPLE, there.url, "--rollouts"]
-    environment = os.environ | {"AFIELD_ADMIN_KEY": ADMIN, "NO_PROXY": "127.0.0.1"}
+@pytest.mark.usefixtures("workdir")
+def test_the_example_resumes_with_more_rollouts(
+    gateway: ThreadedGateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for rollouts in ("2", "3"):
-        done = subprocess.run(
-            [*command, rollouts], env=environment, cwd=there.root, capture_output=True, text=True, timeout=400
-        )
-        told = f": mean 0.00, best 0.00; {rollouts} of {rollouts} rollouts"
-        assert done.returncode == 0 and done.stdout.count(told) == 2, done.stdout + done.stderr
+        monkeypatch.setattr(sys, "argv", [str(EXAMPLE), gateway.url, "--rollouts", rollouts])
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+        summary = f": mean 0.00, best 0.00; {rollouts} of {rollouts} rollouts"
+        assert capsys.readouterr().out.count(summary) == 2
     for name in ("lamp", "chair"):
-        phases = [there.phase(f"best-of-{name}-r{k}.{n}") for n in (1, 2) for k in range(4)]
+        phases = [gateway.phase(f"best-of-{name}-r{k}.{n}") for n in (1, 2) for k in range(4)]
         assert phases == ["finalized"] * 3 + [None] * 5
 
 
@@ -152,7 +156,7 @@ def test_the_page_lists_what_open_takes_and_what_a_future_has() -> None:
     ("pace", "wanted"),
     [
         (None, RateLimits(rate_per_s=5.0, stop_per_s=7.0, cold_start_s=3.0)),
-        # As the veRL integration gives it, when nothing is set there.
+        # As the veRL integration gives it, when nothing is set gateway.
         (RateLimits(), RateLimits(rate_per_s=5.0, stop_per_s=7.0, cold_start_s=3.0)),
         (
             RateLimits(rate_per_s=2.0, starting=4),

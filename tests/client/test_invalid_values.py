@@ -11,7 +11,7 @@ import pytest
 import afield
 from afield import connect, sandbox
 from afield.errors import UsageError
-from support.client_gateway import place
+from support.client_gateway import threaded_gateway
 from support.gateways import ADMIN
 from support.processes import AGENTS, until
 
@@ -67,7 +67,7 @@ def test_an_invalid_argument_of_submit_is_refused(arguments: dict[str, Any], tmp
 def test_a_callback_of_a_future_may_close_the_client(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with place(tmp_path) as there, there.client() as client:
+    with threaded_gateway(tmp_path) as gateway, gateway.client() as client:
         future = client.submit({"question": "2+2"})
         future.add_done_callback(lambda _: client.close())
         assert future.result(20).outcome.reward == 1.0
@@ -85,7 +85,7 @@ def test_an_agent_that_outlives_the_client_logs_nothing(
         released.wait(20)
         return 1.0
 
-    with place(tmp_path) as there, there.client(agent) as client:
+    with threaded_gateway(tmp_path) as gateway, gateway.client(agent) as client:
         client.submit({"question": "2+2"})
         assert started.wait(20)
     released.set()
@@ -102,9 +102,9 @@ def test_a_gateway_without_outcomes_is_refused_for_sandboxed_agents(
     tmp_path: Path,
 ) -> None:
     with (
-        place(tmp_path) as there,
+        threaded_gateway(tmp_path) as gateway,
         pytest.raises(UsageError, match="passes none on: start it with --outcomes"),
     ):
         afield.RolloutClient.open(
-            agent=AGENT, gateway=there.url, admin_key=ADMIN, runtime="sandbox", directory=tmp_path / "run"
+            agent=AGENT, gateway=gateway.url, admin_key=ADMIN, runtime="sandbox", directory=tmp_path / "run"
         )

@@ -22,29 +22,29 @@ from afield.orchestrator.state import RunState
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.agent import Context
 from afield.transports.stores.memory import MemoryTransport
-from afield.types import Attempt, FailureKind, Reason, Sampling, Split, Task
-from support.client_gateway import Gate, Place, place, yes
+from afield.types import Attempt, FailureKind, Group, Reason, Sampling, Split, Task
+from support.client_gateway import BlockingAgent, ThreadedGateway, threaded_gateway, yes_agent
 from support.processes import until
 
 
 @pytest.fixture
-def there(tmp_path: Path) -> Iterator[Place]:
-    with place(tmp_path) as made:
-        yield made
+def gateway(tmp_path: Path) -> Iterator[ThreadedGateway]:
+    with threaded_gateway(tmp_path) as gateway:
+        yield gateway
 
 
 @pytest.fixture
-def gate() -> Iterator[Gate]:
-    made = Gate()
-    yield made
-    made.opened.set()
+def blocking() -> Iterator[BlockingAgent]:
+    blocking = BlockingAgent()
+    yield blocking
+    blocking.release.set()
 
 
 # --- futures -------------------------------------------------------------------------------------
 
 
-def test_a_submitted_rollout_gives_its_reward_turns_and_trajectories(there: Place) -> None:
-    with there.client() as client:
+def test_a_submitted_rollout_gives_its_reward_turns_and_trajectories(gateway: ThreadedGateway) -> None:
+    with gateway.client() as client:
         future = client.submit({"question": "?"}, input_id="q1")
         finished = future.result(timeout=60)
         assert future.done() and not future.cancelled() and future.exception() is None
@@ -54,11 +54,13 @@ def test_a_submitted_rollout_gives_its_reward_turns_and_trajectories(there: Plac
     assert future.result().turns == finished.turns  # also after the client is closed
 
 
-def test_submitting_returns_at_once_and_may_be_done_from_many_threads(there: Place, gate: Gate) -> None:
-    with there.client(gate) as client:
+def test_submitting_returns_at_once_and_may_be_done_from_many_threads(
+    gateway: ThreadedGateway, blocking: BlockingAgent
+) -> None:
+    with gateway.client(blocking) as client:
         futures = asyncio.run(_in_threads(lambda n: client.submit({"n": n % 4}), 12))
         assert not any(future.done() for future in futures)
-        gate.opened.set()
+        blocking.release.set()
         assert [future.result(60).outcome.reward for future in futures] == [1.0] * 12
     assert len({future.rollout.id for future in futures}) == 12
 
@@ -67,9 +69,9 @@ async def _in_threads(call: Any, count: int) -> list[Any]:
     return await asyncio.gather(*(asyncio.to_thread(call, n) for n in range(count)))
 
 
-def test_a_future_can_be_awaited_and_waited_for_where_a_loop_runs(there: Place) -> None:
+def test_a_future_can_be_awaited_and_waited_for_where_a_loop_runs(gateway: ThreadedGateway) -> None:
     async def notebook() -> None:
-        async with there.client() as client:
+        async with gateway.client() as client:
             first, second = client.submit({"id": "a"}), client.submit({"id": "b"})
             assert (await first).outcome.reward == (await first).outcome.reward == 1.0
             assert second.result(60).outcome.reward == 1.0  # blocks this loop, not the client's
@@ -79,27 +81,27 @@ def test_a_future_can_be_awaited_and_waited_for_where_a_loop_runs(there: Place) 
     asyncio.run(notebook())
 
 
-def test_a_rollout_id_is_one_rollout_with_one_row(there: Place, gate: Gate) -> None:
-    with there.client(gate) as client:
+def test_a_rollout_id_is_one_rollout_with_one_row(gateway: ThreadedGateway, blocking: BlockingAgent) -> None:
+    with gateway.client(blocking) as client:
         future = client.submit({"n": 1}, input_id="q", rollout_id="mine")
         assert client.submit({"n": 1}, input_id="q", rollout_id="mine") is future
         with pytest.raises(Conflict, match="mine is known with another row, of input 'q'"):
             client.submit({"n": 2}, input_id="other", rollout_id="mine")
         with pytest.raises(Conflict, match="two different rows are called 'q'"):
             client.submit({"n": 2}, input_id="q")
-        gate.opened.set()
+        blocking.release.set()
         first = future.result(60)
         assert client.submit({"n": 1}, input_id="q", rollout_id="mine").result(60) == first
         with pytest.raises(Conflict, match="mine is known"):
             client.submit({"n": 2}, input_id="other", rollout_id="mine").result(60)
         with pytest.raises(Conflict, match="another split or sampling"):
             client.submit({"n": 1}, input_id="q", rollout_id="mine", split=Split.VAL).result(60)
-    assert gate.begun == ["mine.1"]
+    assert blocking.started == ["mine.1"]
 
 
-def test_a_row_that_changes_after_it_was_submitted_changes_nothing(there: Place) -> None:
+def test_a_row_that_changes_after_it_was_submitted_changes_nothing(gateway: ThreadedGateway) -> None:
     row: dict[str, Any] = {"question": ["a"]}
-    with there.client() as client:
+    with gateway.client() as client:
         future = client.submit(row)
         row["question"].append("b")
         assert future.result(60).rollout.task.input == {"question": ["a"]}
@@ -114,18 +116,20 @@ def test_a_row_that_changes_after_it_was_submitted_changes_nothing(there: Place)
         ({"_rollout": 1}, "reserved"),
     ],
 )
-def test_rows_that_are_none_are_refused_at_once(there: Place, row: Any, told: str) -> None:
-    with there.client() as client, pytest.raises(UsageError, match=told):
+def test_rows_that_are_none_are_refused_at_once(gateway: ThreadedGateway, row: Any, told: str) -> None:
+    with gateway.client() as client, pytest.raises(UsageError, match=told):
         client.submit(row)
 
 
-def test_a_rollout_that_failed_for_good_raises_its_type_with_what_the_agent_saw(there: Place) -> None:
+def test_a_rollout_that_failed_for_good_raises_its_type_with_what_the_agent_saw(
+    gateway: ThreadedGateway,
+) -> None:
     def agent(task: dict[str, Any]) -> float:
         if task["id"] == "grader":
             raise VerifierFailure("the grader is out")
         raise KeyError("such a table")
 
-    with there.client(agent, retries={FailureKind.TASK: 1}) as client:
+    with gateway.client(agent, retries={FailureKind.TASK: 1}) as client:
         broken, ungraded = client.submit({"id": "broken"}), client.submit({"id": "grader"})
         with pytest.raises(TaskFailure, match="such a table") as caught:
             broken.result(60)
@@ -136,12 +140,12 @@ def test_a_rollout_that_failed_for_good_raises_its_type_with_what_the_agent_saw(
     assert finished.outcome.failure and finished.outcome.failure.kind is FailureKind.TASK
 
 
-def test_the_policys_own_failure_is_a_result(there: Place) -> None:
+def test_the_policys_own_failure_is_a_result(gateway: ThreadedGateway) -> None:
     def agent(task: dict[str, Any], rollout: Context) -> float:
-        yes(task, rollout)
+        yes_agent(task, rollout)
         raise PolicyFailure("it gave up")
 
-    with there.client(agent) as client:
+    with gateway.client(agent) as client:
         finished = client.submit({}).result(60)
     assert finished.outcome.failure and finished.outcome.failure.kind is FailureKind.POLICY
     assert finished.trajectories
@@ -150,64 +154,66 @@ def test_the_policys_own_failure_is_a_result(there: Place) -> None:
 # --- what nobody waits for -----------------------------------------------------------------------
 
 
-def test_a_timeout_ends_the_remote_session(there: Place, gate: Gate) -> None:
-    with there.client(gate) as client:
+def test_a_timeout_ends_the_remote_session(gateway: ThreadedGateway, blocking: BlockingAgent) -> None:
+    with gateway.client(blocking) as client:
         future = client.submit({"id": "q"})
-        gate.waits_for(1)
+        blocking.wait_started(1)
         with pytest.raises(TimeoutError, match=r"exp-q-r0 had no outcome in the 0\.2 s"):
             future.result(timeout=0.2)
-        there.ends("exp-q-r0.1")
+        gateway.wait_closed("exp-q-r0.1")
         assert future.done() and not future.cancel()
         with pytest.raises(RolloutTimeout) as caught:
             future.result()
         assert caught.value.failure.reason is Reason.TIMEOUT
-        gate.opened.set()
+        blocking.release.set()
         again = client.submit({"id": "q"}, rollout_id="exp-q-r0").result(60)  # it is wanted after all
     assert again.outcome.session_id == "exp-q-r0.2"
 
 
-def test_cancelling_ends_the_remote_session(there: Place, gate: Gate) -> None:
-    with there.client(gate) as client:
+def test_cancelling_ends_the_remote_session(gateway: ThreadedGateway, blocking: BlockingAgent) -> None:
+    with gateway.client(blocking) as client:
         future = client.submit({"id": "q"})
-        gate.waits_for(1)
+        blocking.wait_started(1)
         assert future.cancel() and future.cancel() and future.cancelled()
         with pytest.raises(CancelledError):
             future.result()
-        there.ends("exp-q-r0.1")
-        gate.opened.set()
+        gateway.wait_closed("exp-q-r0.1")
+        blocking.release.set()
         done = client.submit({"id": "other"})
         done.result(60)
         assert not done.cancel() and not done.cancelled()
 
 
-def test_what_is_cancelled_in_line_is_never_begun(there: Place, gate: Gate) -> None:
-    with there.client(gate, concurrency=1) as client:
+def test_what_is_cancelled_in_line_is_never_begun(gateway: ThreadedGateway, blocking: BlockingAgent) -> None:
+    with gateway.client(blocking, concurrency=1) as client:
         first, second, third = (client.submit({"id": name}) for name in "abc")
-        gate.waits_for(1)
+        blocking.wait_started(1)
         assert second.cancel()
-        gate.opened.set()
+        blocking.release.set()
         assert [f.result(60).outcome.reward for f in (first, third)] == [1.0, 1.0]
-    assert gate.begun == ["exp-a-r0.1", "exp-c-r0.1"]
+    assert blocking.started == ["exp-a-r0.1", "exp-c-r0.1"]
 
 
-def test_awaiting_that_is_cut_short_ends_the_remote_session(there: Place, gate: Gate) -> None:
+def test_awaiting_that_is_cut_short_ends_the_remote_session(
+    gateway: ThreadedGateway, blocking: BlockingAgent
+) -> None:
     async def program() -> None:
-        async with there.client(gate) as client:
+        async with gateway.client(blocking) as client:
             future = client.submit({"id": "q"})
-            await asyncio.to_thread(gate.waits_for, 1)
+            await asyncio.to_thread(blocking.wait_started, 1)
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.1):
                     await future
             assert future.cancelled()
             with pytest.raises(asyncio.CancelledError):
                 await future
-            await asyncio.to_thread(there.ends, "exp-q-r0.1")
+            await asyncio.to_thread(gateway.wait_closed, "exp-q-r0.1")
 
     asyncio.run(program())
 
 
 def test_cancelling_reaches_an_attempt_of_an_earlier_program_that_is_just_being_found_again(
-    there: Place, gate: Gate
+    gateway: ThreadedGateway, blocking: BlockingAgent
 ) -> None:
     looking, found = threading.Event(), threading.Event()
 
@@ -222,7 +228,9 @@ def test_cancelling_reaches_an_attempt_of_an_earlier_program_that_is_just_being_
             return await (asyncio.Future() if "old" in attempt.rollout_id else super().wait(attempt))
 
     transport = MemoryTransport()
-    client = there.client(runtime=Elsewhere(yes, transport.deliver), transport=transport, concurrency=1)
+    client = gateway.client(
+        runtime=Elsewhere(yes_agent, transport.deliver), transport=transport, concurrency=1
+    )
     with RunState(client.rundir.run_state) as ledger:
         ledger.begin_attempt(Attempt("exp-old-r0", 1))
     with client:
@@ -236,7 +244,7 @@ def test_cancelling_reaches_an_attempt_of_an_earlier_program_that_is_just_being_
 # --- batches -------------------------------------------------------------------------------------
 
 
-def test_a_batch_comes_in_the_order_in_which_rollouts_end(there: Place) -> None:
+def test_a_batch_comes_in_the_order_in_which_rollouts_end(gateway: ThreadedGateway) -> None:
     """None ends before those that end earlier have come."""
     turns = [threading.Event() for _ in range(3)]
     turns[2].set()
@@ -246,11 +254,11 @@ def test_a_batch_comes_in_the_order_in_which_rollouts_end(there: Place) -> None:
         time.sleep(task["s"])
         if task["n"] == 1:
             raise RuntimeError("half")
-        return yes(task, rollout)
+        return yes_agent(task, rollout)
 
     rows = [{"n": 0, "s": 0.2}, {"n": 1, "s": 0.1}, {"n": 2, "s": 0.0}]
     items: list[Any] = []
-    with there.client(agent) as client:
+    with gateway.client(agent) as client:
         for item in client.run_batch(rows, rollouts=2, timeout=150):
             items.append(item)
             turns[2 - len(items) // 2].set()
@@ -263,15 +271,20 @@ def test_a_batch_comes_in_the_order_in_which_rollouts_end(there: Place) -> None:
     assert items[0].input_id == items[1].input_id != items[2].input_id
 
 
-def test_a_batch_whose_time_is_up_gives_the_rest_as_failures(there: Place, gate: Gate) -> None:
+def test_a_batch_whose_time_is_up_gives_the_rest_as_failures(
+    gateway: ThreadedGateway, blocking: BlockingAgent
+) -> None:
     def agent(task: dict[str, Any], rollout: Context) -> float:
-        return yes(task, rollout) if task["id"] == "0" else gate(task, rollout)
+        return yes_agent(task, rollout) if task["id"] == "0" else blocking(task, rollout)
 
     rows = [{"id": str(n)} for n in range(8)]
-    with there.client(agent, concurrency=2) as client:
-        items = {item.index: item for item in client.run_batch(rows, rollouts=1, timeout=6.0)}
-        for session_id in gate.begun:
-            there.ends(session_id)
+    with gateway.client(agent) as client:
+        client.submit(rows[0]).result(60)
+    # A new client with the same run directory returns the first row from the rollout store.
+    with gateway.client(agent, concurrency=2) as client:
+        items = {item.index: item for item in client.run_batch(rows, rollouts=1, timeout=2.0)}
+        for session_id in blocking.started:
+            gateway.wait_closed(session_id)
     assert sorted(items) == list(range(8))
     assert items.pop(0).outcome.reward == 1.0
     for item in items.values():
@@ -279,17 +292,19 @@ def test_a_batch_whose_time_is_up_gives_the_rest_as_failures(there: Place, gate:
             FailureKind.INFRASTRUCTURE,
             Reason.TIMEOUT,
         )
-        assert "6 s of its batch" in item.failure.message
-    assert 1 <= len(gate.begun) <= 2
+        assert "2 s of its batch" in item.failure.message
+    assert len(blocking.started) <= 2
 
 
 @pytest.mark.parametrize("how", ["break", "raise"])
-def test_a_loop_that_is_left_ends_what_still_runs(there: Place, gate: Gate, how: str) -> None:
+def test_a_loop_that_is_left_ends_what_still_runs(
+    gateway: ThreadedGateway, blocking: BlockingAgent, how: str
+) -> None:
     def agent(task: dict[str, Any], rollout: Context) -> float:
         if task["id"] == "quick":
-            gate.waits_for(2)
+            blocking.wait_started(2)
             return 1.0
-        return gate(task, rollout)
+        return blocking(task, rollout)
 
     def loop() -> None:
         for _ in client.run_batch([{"id": "quick"}, {"id": "a"}, {"id": "b"}], rollouts=1):
@@ -297,18 +312,18 @@ def test_a_loop_that_is_left_ends_what_still_runs(there: Place, gate: Gate, how:
                 raise ZeroDivisionError
             break
 
-    with there.client(agent) as client:
+    with gateway.client(agent) as client:
         try:
             loop()
         except ZeroDivisionError:
             assert how == "raise"
-        there.ends("exp-a-r0.1")
-        there.ends("exp-b-r0.1")
+        gateway.wait_closed("exp-a-r0.1")
+        gateway.wait_closed("exp-b-r0.1")
 
 
-def test_batches_and_groups_for_async_code(there: Place) -> None:
+def test_batches_and_groups_for_async_code(gateway: ThreadedGateway) -> None:
     async def program() -> None:
-        async with there.client() as client:
+        async with gateway.client() as client:
             rows = [{"id": "a"}, {"id": "b"}]
             items = [item async for item in client.run_batch_async(rows, rollouts=2)]
             assert Counter(item.input_id for item in items) == {"a": 2, "b": 2}
@@ -322,18 +337,25 @@ def test_batches_and_groups_for_async_code(there: Place) -> None:
     asyncio.run(program())
 
 
-def test_groups_come_whole_as_each_completes(there: Place) -> None:
+def test_groups_come_whole_as_each_completes(gateway: ThreadedGateway) -> None:
     def agent(task: dict[str, Any], rollout: Context) -> float:
-        time.sleep(1.0 if (task["id"], rollout.rollout_id[-1]) == ("slow", "0") else 0.0)
+        if (task["id"], rollout.rollout_id[-1]) == ("slow", "0"):
+            assert quick.wait(60)
         return float(rollout.rollout_id[-1])
 
-    with there.client(agent, rollouts=3) as client:
-        groups = list(client.run_groups([{"id": "slow"}, {"id": "quick"}]))
+    quick = threading.Event()
+    groups: list[Group] = []
+    with gateway.client(agent, rollouts=3) as client:
+        for group in client.run_groups([{"id": "slow"}, {"id": "quick"}]):
+            groups.append(group)
+            quick.set()
     assert [group.task_id for group in groups] == ["quick", "slow"]
     assert [[f.outcome.reward for f in group.finished] for group in groups] == [[0.0, 1.0, 2.0]] * 2
 
 
-def test_rollouts_are_begun_in_the_order_of_their_rows_and_no_more_at_once_than_allowed(there: Place) -> None:
+def test_rollouts_are_begun_in_the_order_of_their_rows_and_no_more_at_once_than_allowed(
+    gateway: ThreadedGateway,
+) -> None:
     begun: list[str] = []
     most: list[int] = []
     now: set[str] = set()
@@ -347,15 +369,15 @@ def test_rollouts_are_begun_in_the_order_of_their_rows_and_no_more_at_once_than_
         return 1.0
 
     rows = [{"id": f"{n:02}"} for n in range(12)]
-    with there.client(agent, concurrency=1) as client:
+    with gateway.client(agent, concurrency=1) as client:
         assert len(list(client.run_batch(rows, rollouts=1))) == 12
     assert begun == [f"exp-{n:02}-r0" for n in range(12)]
     assert max(most) == 1
 
 
-def test_validation_has_its_own_ids_and_greedy_reaches_the_session(there: Place) -> None:
+def test_validation_has_its_own_ids_and_greedy_reaches_the_session(gateway: ThreadedGateway) -> None:
     greedy = Sampling(temperature=0.0)
-    with there.client() as client:
+    with gateway.client() as client:
         train = client.submit({"id": "q"}).result(60)
         (item,) = client.run_batch([{"id": "q"}], rollouts=1, sampling=greedy, split=Split.VAL)
     assert (train.rollout.id, item.finished.rollout.id) == ("exp-q-r0", "exp-q-v0")
@@ -363,11 +385,13 @@ def test_validation_has_its_own_ids_and_greedy_reaches_the_session(there: Place)
     assert [turn.sampling.temperature for turn in (*train.turns, *item.finished.turns)] == [1.0, 0.0]
 
 
-def test_whatever_callers_do_at_once_every_future_ends_and_no_session_stays_open(there: Place) -> None:
+def test_whatever_callers_do_at_once_every_future_ends_and_no_session_stays_open(
+    gateway: ThreadedGateway,
+) -> None:
     def agent(task: dict[str, Any], rollout: Context) -> float:
         working.add(rollout.session_id)
         try:
-            yes(task, rollout)
+            yes_agent(task, rollout)
             time.sleep(task["s"])
         finally:
             working.discard(rollout.session_id)
@@ -380,16 +404,16 @@ def test_whatever_callers_do_at_once_every_future_ends_and_no_session_stays_open
         rng = random.Random(seed)
         for _ in range(20):
             n = rng.randrange(24)
-            future = client.submit({"s": (0.0, 0.05, 0.3)[n % 3]}, rollout_id=f"x{n}")
+            future = client.submit({"s": (0.0, 0.05, 0.15)[n % 3]}, rollout_id=f"x{n}")
             futures.append(future)
-            time.sleep(rng.random() * 0.1)
+            time.sleep(rng.random() * 0.05)
             if rng.random() < 0.3:
                 future.cancel()
             elif rng.random() < 0.3:
                 with contextlib.suppress(CancelledError):
                     future.exception(timeout=rng.random() * 0.1)
 
-    with there.client(agent, concurrency=6) as client:
+    with gateway.client(agent, concurrency=6) as client:
         threads = [threading.Thread(target=caller, args=(seed,)) for seed in range(6)]
         for thread in threads:
             thread.start()
@@ -397,6 +421,6 @@ def test_whatever_callers_do_at_once_every_future_ends_and_no_session_stays_open
             thread.join()
         assert len(futures) == 120
     assert all(future.done() for future in futures)
-    for session_id in {f"x{n}.{k}" for n in range(24) for k in range(1, 30)}:
-        assert there.phase(session_id) in (None, "finalized", "aborted", "completed")
+    for session_id in {f"x{n}.{k}" for n in range(24) for k in range(1, 11)}:
+        assert gateway.phase(session_id) in (None, "finalized", "aborted", "completed")
     until(lambda: not working, "the threads of agents that were stopped are done")

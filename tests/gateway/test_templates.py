@@ -13,7 +13,7 @@ from afield.conformance.clients import CLIENTS
 from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.errors import UsageError
 from afield.sdk.agent import Context
-from support.client_gateway import place
+from support.client_gateway import threaded_gateway
 from support.client_requests import replayed, requests
 from support.gateways import running
 from templates.models import ALL, write_model
@@ -105,7 +105,7 @@ def test_run_ends_when_the_model_has_no_tool_format(tmp_path: Path) -> None:
         asked.append(rollout.session_id)
         return with_tools(task, rollout)
 
-    with place(tmp_path, write_model(tmp_path / "model", "plain")) as there:
+    with threaded_gateway(tmp_path, write_model(tmp_path / "model", "plain")) as there:
         plan = {"render": "strict", "retries": {"task": 3}, "concurrency": 2}
         with (
             pytest.raises(

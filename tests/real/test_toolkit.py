@@ -25,7 +25,7 @@ from afield.transports.stores.s3 import S3CollectorStore
 from afield.transports.transport import StoreTransport
 from afield.types import FailureKind
 from support import servers
-from support.client_gateway import place
+from support.client_gateway import threaded_gateway
 from support.ports import free_ports
 
 pytestmark = pytest.mark.real
@@ -91,7 +91,7 @@ def test_the_toolkits_own_wheel_works_with_the_client_through_s3(
     transport = StoreTransport(S3CollectorStore(bucket), MemoryNotifier())
     runtime = RemoteRuntime([agent_url], poll_s=0.2)
     with (
-        place(tmp_path, path_keys=True) as there,
+        threaded_gateway(tmp_path, path_keys=True) as there,
         there.client(runtime=runtime, transport=transport, poll_interval_s=0.5, exp_id="toolkit") as client,
     ):
         good = client.submit({"question": "Is it so?"}, input_id="a b/ü")

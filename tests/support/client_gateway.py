@@ -1,4 +1,4 @@
-"""Where a client works in tests: a real gateway in a thread of its own, so that tests may block."""
+"""A gateway in a thread of its own, with rollout clients and agents for tests that block."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ VOCAB = vocabulary()
 YES = ScriptedReply(token_ids=(*VOCAB.encode("Yes."), VOCAB.id_of("<|im_end|>") or 0))
 
 
-class Place:
+class ThreadedGateway:
+    """Gateway with a scripted engine that answers "Yes."; creates clients for it."""
+
     def __init__(self, portal: BlockingPortal, up: Running, root: Path) -> None:
         self._portal = portal
         self._up = up
@@ -42,38 +44,40 @@ class Place:
         runtime: Runtime | None = None,
         transport: Transport | None = None,
         run: str = "run",
-        **plan: Any,
+        **config: Any,
     ) -> RolloutClient:
-        """Its agents run in threads and deliver through memory, unless told otherwise."""
+        """Create a client; by default its agents run in threads and deliver through memory."""
         transport = transport or MemoryTransport()
-        deadlines = Deadlines(attempt_timeout_s=plan.pop("attempt_timeout_s", 60.0), teardown_timeout_s=5.0)
-        values = {"exp_id": "exp", "model_id": "m", "retries": {}, "deadlines": deadlines, **plan}
+        deadlines = Deadlines(attempt_timeout_s=config.pop("attempt_timeout_s", 60.0), teardown_timeout_s=5.0)
+        values = {"exp_id": "exp", "model_id": "m", "retries": {}, "deadlines": deadlines, **config}
         return RolloutClient(
             RolloutConfig(**values),
             gateway=HttpGateway(self.url, ADMIN, unavailable_timeout_s=1.0),
-            runtime=runtime or InlineRuntime(agent or yes, deliver=transport.deliver),
+            runtime=runtime or InlineRuntime(agent or yes_agent, deliver=transport.deliver),
             transport=transport,
             run=RunDirectory(self.root / run),
         )
 
     def spec(self, session_id: str) -> SessionSpec:
-        """What a session was opened with."""
+        """Return the spec that a session was opened with."""
         return self._up.gateway.sessions.get(session_id).row.spec
 
     def state(self, session_id: str) -> SessionState:
         return self._portal.call(self._up.client.state, session_id)
 
     def phase(self, session_id: str) -> str | None:
-        found = self._portal.call(self._up.client.states, [session_id])
-        return found[session_id].phase if session_id in found else None
+        states = self._portal.call(self._up.client.states, [session_id])
+        return states[session_id].phase if session_id in states else None
 
-    def ends(self, session_id: str) -> None:
-        """Until the gateway takes no more calls in a session."""
-        until(lambda: self.state(session_id).phase != "open", f"{session_id} is ended", 60)
+    def wait_closed(self, session_id: str) -> None:
+        """Wait until the gateway accepts no more calls in a session."""
+        until(lambda: self.state(session_id).phase != "open", f"{session_id} is closed", 60)
 
 
 @contextmanager
-def place(root: Path, model: Path = POLICY, *, path_keys: bool = False) -> Iterator[Place]:
+def threaded_gateway(
+    root: Path, model: Path = POLICY, *, path_keys: bool = False
+) -> Iterator[ThreadedGateway]:
     engine = ScriptedEngine(lambda _: YES)
     with (
         start_blocking_portal() as portal,
@@ -81,28 +85,29 @@ def place(root: Path, model: Path = POLICY, *, path_keys: bool = False) -> Itera
             running(engine, root / "gateway", model, path_keys=path_keys)
         ) as up,
     ):
-        yield Place(portal, up, root)
+        yield ThreadedGateway(portal, up, root)
 
 
-class Gate:
-    """Agents that call the model, tell that they have begun, and wait to be let through."""
+class BlockingAgent:
+    """Agent that calls the model, records its session in `started`, and waits for `release`."""
 
     def __init__(self) -> None:
-        self.begun: list[str] = []
-        self.opened = threading.Event()
+        self.started: list[str] = []
+        self.release = threading.Event()
 
     def __call__(self, task: dict[str, Any], rollout: Context) -> float:
-        yes(task, rollout)
-        self.begun.append(rollout.session_id)
-        self.opened.wait(60)
+        yes_agent(task, rollout)
+        self.started.append(rollout.session_id)
+        self.release.wait(60)
         return 1.0
 
-    def waits_for(self, count: int) -> None:
-        until(lambda: len(self.begun) >= count, f"{count} agents have begun", 60)
+    def wait_started(self, count: int) -> None:
+        until(lambda: len(self.started) >= count, f"{count} agents have started", 60)
 
 
-def yes(task: dict[str, Any], rollout: Context) -> float:
+def yes_agent(task: dict[str, Any], rollout: Context) -> float:
+    """Ask the task's question; the reward is 1 if the answer is "Yes."."""
     with openai.OpenAI(base_url=rollout.openai_base_url, api_key=rollout.api_key) as client:
-        ask: Any = [{"role": "user", "content": str(task.get("question", "Hi"))}]
-        reply = client.chat.completions.create(model="m", messages=ask)
+        messages: Any = [{"role": "user", "content": str(task.get("question", "Hi"))}]
+        reply = client.chat.completions.create(model="m", messages=messages)
     return float(reply.choices[0].message.content == "Yes.")
