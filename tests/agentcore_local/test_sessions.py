@@ -23,13 +23,14 @@ from support.agentcore_server import acr, gone, session_id
 
 pytestmark = pytest.mark.anyio
 QUICK = {"idleRuntimeSessionTimeout": 60, "maxLifetime": 28800}
+FAST = Timings(speed=300)  # an idle timeout of 0.2 s
 
 
 # --- reaping -------------------------------------------------------------------------------------
 
 
 async def test_an_idle_session_is_reaped_and_the_next_invoke_starts_a_fresh_one() -> None:
-    async with acr(pace=Timings(speed=60)) as caller:
+    async with acr(pace=FAST) as caller:
         await caller.ready(lifecycleConfiguration=QUICK)
         session = session_id()
         pid = (await caller.invoke({}, session))["pid"]
@@ -40,12 +41,12 @@ async def test_an_idle_session_is_reaped_and_the_next_invoke_starts_a_fresh_one(
 
 
 async def test_a_busy_program_outlives_the_idle_timeout_until_its_task_is_done() -> None:
-    async with acr(pace=Timings(speed=60)) as caller:
+    async with acr(pace=FAST) as caller:
         await caller.ready(lifecycleConfiguration=QUICK)
         began = time.monotonic()
-        await caller.invoke({"do": "background", "seconds": 3})
+        await caller.invoke({"do": "background", "seconds": 1})
         await caller.until_sessions(0)
-        assert time.monotonic() - began >= 3.5
+        assert time.monotonic() - began >= 1.2
         assert (await caller.view("stats"))["ends"] == {"idle": 1}
 
 
@@ -66,7 +67,7 @@ uvicorn.run(app, host="127.0.0.1", port=8080, log_level="warning")
 async def test_busy_without_a_time_of_last_update_is_reaped_all_the_same(tmp_path: Path) -> None:
     program = tmp_path / "busy.py"
     program.write_text(BUSY)
-    async with acr(images={"math": AgentImage(script=str(program))}, pace=Timings(speed=60)) as caller:
+    async with acr(images={"math": AgentImage(script=str(program))}, pace=FAST) as caller:
         await caller.ready(lifecycleConfiguration=QUICK)
         await caller.invoke({})
         await caller.until_sessions(0)
@@ -74,13 +75,13 @@ async def test_busy_without_a_time_of_last_update_is_reaped_all_the_same(tmp_pat
 
 
 async def test_an_answer_that_takes_longer_than_the_idle_timeout_arrives() -> None:
-    async with acr(pace=Timings(speed=60)) as caller:
+    async with acr(pace=FAST) as caller:
         await caller.ready(lifecycleConfiguration=QUICK)
-        assert (await caller.invoke({"do": "sleep", "seconds": 2.5}))["count"] == 1
+        assert (await caller.invoke({"do": "sleep", "seconds": 0.8}))["count"] == 1
 
 
 async def test_a_session_ends_at_its_lifetime_whatever_it_does() -> None:
-    async with acr(pace=Timings(speed=40)) as caller:
+    async with acr(pace=Timings(speed=60)) as caller:
         await caller.ready(
             lifecycleConfiguration={"idleRuntimeSessionTimeout": 60, "maxLifetime": 60},
         )
@@ -90,7 +91,7 @@ async def test_a_session_ends_at_its_lifetime_whatever_it_does() -> None:
 
 
 async def test_an_answer_that_never_comes_is_given_up_and_the_session_stays() -> None:
-    async with acr(pace=Timings(answer_s=1.0)) as caller:
+    async with acr(pace=Timings(answer_s=0.3)) as caller:
         await caller.ready()
         with pytest.raises(caller.data.exceptions.RuntimeClientError, match="did not answer in time"):
             await caller.invoke({"do": "sleep", "seconds": 3})
@@ -280,11 +281,11 @@ async def test_a_cut_connection_leaves_a_session_that_took_the_payload() -> None
 
 
 async def test_a_hanging_answer_comes_late() -> None:
-    async with acr(faults={"hang": InjectedFault(1.0, 1.5)}) as caller:
+    async with acr(faults={"hang": InjectedFault(1.0, 0.5)}) as caller:
         await caller.ready()
         began = time.monotonic()
         await caller.invoke({})
-        assert time.monotonic() - began >= 1.5
+        assert time.monotonic() - began >= 0.5
 
 
 async def test_a_session_that_is_killed_by_bad_luck_is_started_anew() -> None:
@@ -313,7 +314,7 @@ async def test_a_client_that_goes_away_from_a_stream_ends_it() -> None:
         next(answer["response"].iter_lines())
         answer["response"].close()
 
-    async with acr(pace=Timings(speed=60)) as caller:
+    async with acr(pace=FAST) as caller:
         await caller.ready(lifecycleConfiguration=QUICK)
         await asyncio.to_thread(leave, caller.data, caller.arn)
         await caller.until_sessions(0)  # it is idle only when the stream has ended

@@ -35,7 +35,7 @@ from afield.settings.runtimes import ResourceLimits
 from afield.types import Reason
 
 PIECE = 16 * 1024
-GUARD_S = 3.0
+WATCHER_S = 3.0
 CONTAINER_ENV = {"DOCKER_CONTAINER": "1"}  # set by AgentCore images
 BASE_ENV = {
     "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
@@ -131,25 +131,28 @@ class ProcessHosts:
 
     async def start(self, image: AgentImage, name: str, env: Mapping[str, str]) -> ProcessHost:
         try:
-            with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
-                host = await self._started(image, listener, self._logs / f"{name}.log", env)
+            host = await self._start(image, self._logs / f"{name}.log", env)
         except OSError as error:
             raise HostError(f"{image} cannot be started: {error}") from error
         self._alive.add(host)
         host.gone.add_done_callback(lambda _: self._alive.discard(host))
         return host
 
-    async def _started(
-        self, image: AgentImage, listener: socket.socket, log: Path, env: Mapping[str, str]
-    ) -> ProcessHost:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        if image.argv:  # A command cannot inherit a socket; it gets a free port in PORT.
-            listener.close()
-        else:
-            listener.listen(128)
-        host = ProcessHost(log, port, {**BASE_ENV, "HOME": "/tmp", "PORT": str(port), **env})
-        await host.start(_command(image, listener), listener)
+    async def _start(self, image: AgentImage, log: Path, env: Mapping[str, str]) -> ProcessHost:
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(socket.socket())
+            # A command cannot inherit the socket and finds its port in PORT. The bound socket reserves the
+            # port while the command lives; a server that sets SO_REUSEADDR can bind it too.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("127.0.0.1", 0))
+            if not image.argv:
+                listener.listen(128)
+            port = listener.getsockname()[1]
+            host = ProcessHost(log, port, {**BASE_ENV, "HOME": "/tmp", "PORT": str(port), **env})
+            await host.start(_command(image, listener), () if image.argv else (listener.fileno(),))
+            if image.argv:
+                reserved = stack.pop_all()
+                host.gone.add_done_callback(lambda _: reserved.close())
         return host
 
 
@@ -177,8 +180,7 @@ class ProcessHost:
         self._commands: set[Process] = set()
         self.gone: asyncio.Future[str]
 
-    async def start(self, argv: list[str], listener: socket.socket) -> None:
-        passed = () if listener.fileno() < 0 else (listener.fileno(),)
+    async def start(self, argv: list[str], passed: tuple[int, ...]) -> None:
         with self.log.open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
                 *argv,
@@ -217,15 +219,15 @@ class ProcessHost:
             raise HostError(f"no command can be started: {error}") from error
         self._commands.add(process)
         try:
-            async for said in told(process, timeout_s):
-                yield said
+            async for event in stream_output(process, timeout_s):
+                yield event
         finally:
             _end(process)
             await process.wait()
             self._commands.discard(process)
 
 
-async def told(process: Process, timeout_s: float) -> AsyncGenerator[CommandOutput | CommandExit]:
+async def stream_output(process: Process, timeout_s: float) -> AsyncGenerator[CommandOutput | CommandExit]:
     """Stream the output of a process, then its exit, or a timeout after `timeout_s` seconds."""
     assert process.stdout is not None
     assert process.stderr is not None
@@ -239,11 +241,11 @@ async def told(process: Process, timeout_s: float) -> AsyncGenerator[CommandOutp
         open_channels = len(pumps)
         while open_channels:
             async with asyncio.timeout_at(deadline):
-                said = await queue.get()
-            if said is None:
+                piece = await queue.get()
+            if piece is None:
                 open_channels -= 1
             else:
-                yield said
+                yield piece
         async with asyncio.timeout_at(deadline):
             code = await process.wait()
         yield CommandExit(code if code >= 0 else 128 - code)
@@ -267,11 +269,17 @@ async def _pump(
 
 
 def _end(process: Process) -> None:
-    """Ask the program's guard to kill all descendants; after GUARD_S seconds, kill its process group."""
+    """Kill a program and all its descendants.
+
+    Its watcher (`afield.sdk.parent_watch`) does so when stdin closes. SIGTERM ends a process that has no
+    watcher yet; after WATCHER_S seconds its process group is killed.
+    """
+    assert process.stdin is not None
+    process.stdin.close()
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
     asyncio.get_running_loop().call_later(
-        GUARD_S, lambda: process.returncode is None and signal_group(process.pid, signal.SIGKILL)
+        WATCHER_S, lambda: process.returncode is None and signal_group(process.pid, signal.SIGKILL)
     )
 
 
@@ -294,31 +302,31 @@ class SandboxHosts:
         self._logs, self._limits, self._allow = logs, limits, allow
         self._mounts, self._warm = mounts, warm
         self._init_s = init_s
-        self._nests: dict[AgentImage, asyncio.Future[ForkServer]] = {}
-        self._closing = asyncio.Event()
+        self._fork_servers: dict[AgentImage, _ForkServerTask] = {}
 
     async def __aenter__(self) -> Self:
         self._group = await asyncio.TaskGroup().__aenter__()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._closing.set()
+        for image in list(self._fork_servers):
+            self._fork_servers.pop(image).stop.set()
         await self._group.__aexit__(None, None, None)
 
     async def prepare(self, image: AgentImage) -> None:
         check_file(image)
-        await self._nest(image)
+        await asyncio.shield(self._fork_server(image).ready)
 
-    async def _nest(self, image: AgentImage) -> ForkServer:
+    def _fork_server(self, image: AgentImage) -> _ForkServerTask:
         """Fork server of an image, shared by its sessions. A failed start is retried by the next call."""
-        opening = self._nests.get(image)
-        if opening is None or (opening.done() and opening.exception() is not None):
-            opening = self._nests[image] = asyncio.get_running_loop().create_future()
-            opening.add_done_callback(lambda done: done.exception())
-            self._group.create_task(self._keep(image, opening))
-        return await asyncio.shield(opening)
+        task = self._fork_servers.get(image)
+        if task is None:
+            task = self._fork_servers[image] = _ForkServerTask()
+            self._group.create_task(self._serve(image, task))
+        return task
 
-    async def _keep(self, image: AgentImage, opening: asyncio.Future[ForkServer]) -> None:
+    async def _serve(self, image: AgentImage, task: _ForkServerTask) -> None:
+        """Run the fork server of an image until it is stopped."""
         program = Program(
             target=image.target,
             script=image.script,
@@ -328,58 +336,70 @@ class SandboxHosts:
         )
         try:
             with tempfile.TemporaryDirectory(
-                prefix=f"afield-acr-{os.getpid()}-", ignore_cleanup_errors=True
-            ) as made:
-                nest = ForkServer(program, self._limits, directory=Path(made), log_dir=self._logs)
-                async with nest:
-                    opening.set_result(nest)
-                    await self._closing.wait()
+                prefix=f"afield-agentcore-{os.getpid()}-", ignore_cleanup_errors=True
+            ) as directory:
+                server = ForkServer(program, self._limits, directory=Path(directory), log_dir=self._logs)
+                async with server:
+                    task.ready.set_result(server)
+                    await task.stop.wait()
         except (AfieldError, OSError) as error:
-            if opening.done():
+            if task.ready.done():
                 raise
-            opening.set_exception(HostError(f"{image} cannot be started: {error}"))
+            self._discard(image, task)
+            task.ready.set_exception(HostError(f"{image} cannot be started: {error}"))
 
     async def start(self, image: AgentImage, name: str, env: Mapping[str, str]) -> SandboxHost:
-        nest = await self._nest(image)
+        task = self._fork_server(image)
+        server = await asyncio.shield(task.ready)
         try:
             env = {**CONTAINER_ENV, **env}
-            return SandboxHost(await nest.start(name, allow=self._allow, env=env, timeout_s=self._init_s))
+            return SandboxHost(await server.start(name, allow=self._allow, env=env, timeout_s=self._init_s))
         except AfieldError as error:
             if isinstance(error, InfrastructureFailure) and error.reason is Reason.DIED:
-                self._forget(image, nest)
+                self._discard(image, task)  # the next session starts a new fork server
             raise HostError(str(error)) from error
 
-    def _forget(self, image: AgentImage, nest: ForkServer) -> None:
-        """Let the next session start a new fork server, unless another session already did."""
-        opening = self._nests.get(image)
-        if opening is not None and opening.done() and not opening.exception() and opening.result() is nest:
-            del self._nests[image]
+    def _discard(self, image: AgentImage, task: _ForkServerTask) -> None:
+        """Stop a fork server that has died, unless another session already replaced it."""
+        task.stop.set()
+        if self._fork_servers.get(image) is task:
+            del self._fork_servers[image]
+
+
+class _ForkServerTask:
+    """Fork server that a task runs: `ready` with the server, until `stop`."""
+
+    def __init__(self) -> None:
+        self.ready: asyncio.Future[ForkServer] = asyncio.get_running_loop().create_future()
+        # Retrieve the exception, since no session may be waiting for it.
+        self.ready.add_done_callback(lambda ready: ready.exception())
+        self.stop = asyncio.Event()
 
 
 class SandboxHost:
     """Program that runs in a sandbox."""
 
-    def __init__(self, cell: SandboxProcess) -> None:
-        self._cell = cell
-        self.where, self.log = f"pid {cell.pid}", cell.log
+    def __init__(self, process: SandboxProcess) -> None:
+        self._process = process
+        self.where, self.log = f"pid {process.pid}", process.log
 
     async def connect(self) -> Stream:
-        return await self._cell.connect()
+        return await self._process.connect()
 
     async def ended(self) -> str:
-        return str(await self._cell.ended())
+        return str(await self._process.ended())
 
     def kill(self) -> None:
-        self._cell.kill()
+        self._process.kill()
 
     async def run(self, command: str, timeout_s: float) -> AsyncGenerator[CommandOutput | CommandExit]:
         """Run a shell command; its output comes when it has ended."""
         try:
-            ran = await self._cell.exec(command, timeout=timeout_s)
+            result = await self._process.exec(command, timeout=timeout_s)
         except AfieldError as error:
             raise HostError(str(error)) from error
-        if ran.stdout:
-            yield CommandOutput("stdout", ran.stdout)
-        if ran.stderr:
-            yield CommandOutput("stderr", ran.stderr)
-        yield CommandExit(-1 if ran.exit_code is None else ran.exit_code, ran.timed_out)
+        if result.stdout:
+            yield CommandOutput("stdout", result.stdout)
+        if result.stderr:
+            yield CommandOutput("stderr", result.stderr)
+        yield CommandExit(-1 if result.exit_code is None else result.exit_code, result.timed_out)

@@ -17,10 +17,7 @@ import socket
 import sys
 from pathlib import Path
 
-import uvicorn
-
 from afield.sdk.parent_watch import end_with_stdin
-from afield.sdk.serve import load
 
 
 def main() -> None:
@@ -34,6 +31,10 @@ def main() -> None:
     end_with_stdin()
     if options.command:
         os.execvp(options.command[0], options.command)
+    import uvicorn
+
+    from afield.sdk.serve import load
+
     listener = socket.socket(fileno=options.listener)
     serve_on(listener)
     if options.target:
@@ -46,6 +47,8 @@ def main() -> None:
 
 def serve_on(listener: socket.socket) -> None:
     """Make all uvicorn servers of this process serve `listener` instead of the port they ask for."""
+    import uvicorn
+
     plain = uvicorn.Server.startup
 
     async def startup(self: uvicorn.Server, sockets: list[socket.socket] | None = None) -> None:

@@ -337,7 +337,7 @@ class AgentCoreServer:
         options = self._options
         logs = options.logs
         if logs is None:
-            logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="afield-acr-")))
+            logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="afield-agentcore-")))
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         faults, counts = FaultInjector(dict(options.faults), options.seed), CallCounts(time.monotonic)
         hosts = await stack.enter_async_context(self._hosts(logs))
