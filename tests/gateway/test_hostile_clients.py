@@ -1,11 +1,11 @@
-"""What a client that nobody has met may do, over HTTP: each of these once went wrong."""
+"""Unusual and hostile clients over HTTP; each case is a fixed defect."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,20 @@ import aiohttp
 import pytest
 from tests.gateway.test_shards import gateway, hello
 
+from afield.cli.main import main
 from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.gateway.dialects import Dialects, RawRequest
-from afield.gateway.responder import Responder
+from afield.gateway.http import ByteStream
+from afield.gateway.model_request import CallStarted
+from afield.gateway.responder import send_keepalives
+from afield.gateway.server import ConnectionLimits
 from afield.interfaces import SessionSpec
 from afield.types import Budget
+from support import virtual_time
 from support.fake_vllm import FakeVllm, serving
 from support.gateways import ADMIN, POLICY, Running, running, vocabulary
-from support.processes import afield, command
+from support.processes import command
+from support.tokenizers import load_tokenizer
 from support.turns import read_events
 
 pytestmark = pytest.mark.anyio
@@ -104,25 +110,21 @@ async def test_turn_echoed_as_two_messages_matches(tmp_path: Path) -> None:
     assert len(record.trajectories) == 1
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/s/r.1/v1/v1beta/models/m:generateContent",
-        "/s/r.1/v1beta/v1beta/models/m:generateContent",
-        "/v1/v1beta/models/m:generateContent",
-        "/s/r.1/v1beta/v1/chat/completions",
-        "/s/r.1/v1/v1/v1/messages",
-        "/s/r.1/responses/input_tokens",
-    ],
-)
-async def test_repeated_version_prefix_is_accepted(tmp_path: Path, path: str) -> None:
-    body: dict[str, Any] = {"messages": [HI], "max_tokens": 9}
-    if "generateContent" in path:
-        body = {"contents": [{"parts": [{"text": "Hi"}]}]}
-    elif "responses" in path:
-        body = {"input": "Hi"}
-    async with running(ScriptedEngine([said("Hello.")]), tmp_path) as up:
-        assert (await up.ask("POST", path, body, await opened(up)))[0] == 200
+async def test_repeated_version_prefix_is_accepted(tmp_path: Path) -> None:
+    gemini = {"contents": [{"parts": [{"text": "Hi"}]}]}
+    messages = {"messages": [HI], "max_tokens": 9}
+    bodies: dict[str, Any] = {
+        "/s/r.1/v1/v1beta/models/m:generateContent": gemini,
+        "/s/r.1/v1beta/v1beta/models/m:generateContent": gemini,
+        "/v1/v1beta/models/m:generateContent": gemini,
+        "/s/r.1/v1beta/v1/chat/completions": messages,
+        "/s/r.1/v1/v1/v1/messages": messages,
+        "/s/r.1/responses/input_tokens": {"input": "Hi"},
+    }
+    async with running(ScriptedEngine(lambda _: said("Hello.")), tmp_path) as up:
+        key = await opened(up)
+        statuses = {path: (await up.ask("POST", path, body, key))[0] for path, body in bodies.items()}
+    assert statuses == dict.fromkeys(bodies, 200)
 
 
 async def test_empty_request_gets_400(tmp_path: Path) -> None:
@@ -155,8 +157,7 @@ async def test_reward_for_an_unknown_turn_gets_400(tmp_path: Path) -> None:
         assert (status, answer["rewards"]) == (200, [{"reward": 1.0, "turn": "t1"}])
 
 
-@pytest.mark.parametrize("form", ["linear", "turns", "tree"])
-async def test_all_forms_list_dangling_calls(tmp_path: Path, form: str) -> None:
+async def test_all_forms_list_dangling_calls(tmp_path: Path) -> None:
     process, told = start(tmp_path, [{"token_ids": [5, 6], "fail": "hang"}])
     try:
         _, writer = await half_an_answer(told)
@@ -167,52 +168,50 @@ async def test_all_forms_list_dangling_calls(tmp_path: Path, form: str) -> None:
     process, told = start(tmp_path, [{"text": "Hello."}])
     try:
         headers = {"authorization": f"Bearer {told['admin_key']}"}
-        where = f"{told['url']}/sessions/r.1/trajectories?form={form}"
-        async with aiohttp.ClientSession() as http, http.get(where, headers=headers) as response:
-            answer = await response.json()
+        async with aiohttp.ClientSession(headers=headers) as http:
+            for form in ("linear", "turns", "tree"):
+                async with http.get(f"{told['url']}/sessions/r.1/trajectories?form={form}") as response:
+                    excluded = (await response.json())["excluded"]
+                assert excluded == [{"turn": "t1", "tokens": 0, "reason": "dangling"}], form
+            async with http.get(f"{told['url']}/sessions/nobody") as response:
+                assert response.status == 404
     finally:
         process.kill()
-        process.communicate()
-    assert answer["excluded"] == [{"turn": "t1", "tokens": 0, "reason": "dangling"}]
+        _, log = process.communicate()
+    assert "nobody" in json.loads(log.splitlines()[-1])["message"]
 
 
-async def test_stopping_gateway_answers_503_and_logs_json(tmp_path: Path) -> None:
-    process, told = start(tmp_path, [{"token_ids": [5, 6], "fail": "hang"}])
-    try:
-        reader, writer = await half_an_answer(told)
-        process.send_signal(signal.SIGTERM)
-        rest = (await reader.read()).decode()
-        writer.close()
-    finally:
-        _, log = process.communicate(timeout=90)
+async def test_stopping_gateway_answers_503(tmp_path: Path) -> None:
+    engine = ScriptedEngine([ScriptedReply(token_ids=(5, 6), fail="hang")])
+    async with running(engine, tmp_path, connections=ConnectionLimits(shutdown_s=0)) as up:
+        reader, writer = await half_an_answer({"url": up.url, "admin_key": ADMIN})
+    rest = (await reader.read()).decode()
+    writer.close()
     assert '"code":"engine_unavailable"' in rest and "is being stopped" in rest
-    assert [json.loads(line)["level"] for line in log.splitlines()]
 
 
-async def test_keepalives_bound_the_silence_of_a_stream(tmp_path: Path) -> None:
-    engine = ScriptedEngine([ScriptedReply(token_ids=(5, 6), delay_s=0.1, fail="hang")])
-    clock = asyncio.get_running_loop().time
-    sent: list[tuple[float, bytes]] = []
+def test_keepalives_bound_the_silence_of_a_stream() -> None:
+    sent_at: list[float] = []
 
     async def send(message: Any) -> None:
-        if body := message.get("body"):
-            sent.append((clock(), body))
+        if message.get("body"):
+            sent_at.append(asyncio.get_running_loop().time())
 
-    async with running(engine, tmp_path) as up:
-        await opened(up)
-        match = Dialects(up.gateway.tokenizer).match("/v1/messages")
+    async def stream() -> None:
+        match = Dialects(load_tokenizer()).match("/v1/messages")
         assert match
         body = json.dumps({"messages": [HI], "max_tokens": 9, "stream": True}).encode()
-        request, wish = match.dialect.decode(RawRequest("/v1/messages", body, {}, {}, {}))
-        answering = Responder(up.gateway, keepalive_s=1.0)
-        session = up.gateway.sessions.get("r.1")
-        silent: Any = asyncio.Event().wait
-        call = asyncio.create_task(answering.respond(session, match.dialect, request, wish, silent, send))
-        while len(sent) < 2 or b"ping" not in sent[-1][1]:
-            await asyncio.sleep(0.02)
-        assert sent[-1][0] - sent[-2][0] < 1.4
-        call.cancel()
-        await asyncio.wait([call])
+        _, options = match.dialect.decode(RawRequest("/v1/messages", body, {}, {}, {}))
+        encoder, out = match.dialect.stream(CallStarted("r.1", "t1", (), 0.0), options), ByteStream(send)
+        pinging = asyncio.create_task(send_keepalives(encoder, out, 10.0))
+        for pause in (3.0, 4.9, 60.0, 7.5):
+            await out.emit(encoder.keepalive())
+            await asyncio.sleep(pause)
+        pinging.cancel()
+
+    virtual_time.run(stream())
+    assert 9 < len(sent_at) < 20
+    assert all(later - earlier <= 10 for earlier, later in pairwise(sent_at))
 
 
 async def test_web_socket_gets_404(tmp_path: Path) -> None:
@@ -272,7 +271,7 @@ async def half_an_answer(told: dict[str, Any]) -> tuple[asyncio.StreamReader, as
 @pytest.mark.parametrize(
     "url", ["gateway.example:8400", "ftp://gateway.example", "https://", "http://x/?a=b"]
 )
-async def test_invalid_public_url_is_refused(tmp_path: Path, url: str) -> None:
-    words = ("--model", POLICY, "--engine", "scripted=x", "--port", 0, "--public-url", url)
-    code, _, error = await asyncio.to_thread(afield, tmp_path, "gateway", *words, timeout=90)
-    assert code == 2 and "--public-url" in error
+def test_invalid_public_url_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", str(POLICY), "--engine", "scripted=x", "--port", "0", "--public-url", url]
+    assert main(["gateway", *options]) == 2
+    assert "--public-url" in capsys.readouterr().err

@@ -344,11 +344,8 @@ async def test_echoed_reasoning_selects_between_equal_turns(
 # --- sessions ------------------------------------------------------------------------------------
 
 
-async def test_expiry_continues_after_a_store_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("afield.gateway.service.REAP_EVERY_S", 0.02)
-    async with running(ScriptedEngine([]), tmp_path) as up:
+async def test_expiry_continues_after_a_store_failure(tmp_path: Path) -> None:
+    async with running(ScriptedEngine([]), tmp_path, expiry_interval_s=0.02) as up:
         await up.agent(ttl_s=0.05)
         async with unwritable(tmp_path, "sessions"):
             await asyncio.sleep(0.3)

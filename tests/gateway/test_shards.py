@@ -1,4 +1,4 @@
-"""Several gateway processes on one port: a session has one home, wherever its requests come in."""
+"""Several gateway processes on one port: each session belongs to one process."""
 
 from __future__ import annotations
 
@@ -179,3 +179,18 @@ def test_connection_is_routed_by_path_or_key() -> None:
     by_key = route(b"POST /v1/messages HTTP/1.1\r\nX-Api-Key: afk-r1.1~infer~00\r\n\r\n", 7)
     assert by_path == by_key == owner("r1.1", 7)
     assert 0 <= route(b"\x16\x03\x01 no http at all", 7) < 7
+
+
+async def test_output_after_the_ready_line_goes_to_stderr() -> None:
+    script = (
+        "from afield.cli.gateway import print_ready\n"
+        "print_ready({'model': 'm'})\n"
+        "print('x' * 1_000_000, flush=True)\n"
+        "print_ready({})"
+    )
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=pipe, stderr=pipe)
+    assert process.stdout and process.stderr
+    assert json.loads(await process.stdout.readline()) == {"model": "m"}
+    assert len(await process.stderr.read()) > 1_000_000
+    assert (await process.wait(), await process.stdout.read()) == (0, b"")

@@ -78,9 +78,9 @@ async def running(
     listener: socket.socket | None = None,
     limits: GatewayLimits = DEFAULT_LIMITS,
     connections: ConnectionLimits | None = None,
-    path_keys: bool = False,
+    **options: Any,
 ) -> AsyncIterator[Running]:
-    """A gateway that is served. `tries` is how often a call may break before it fails."""
+    """Serve a gateway; a call may break `tries` times, and `LocalGateway` gets the `options`."""
     listener = listener or listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     tokens = load_tokenizer(model)
@@ -94,7 +94,7 @@ async def running(
         secret=SecretPlace(directory=store.with_name(f"{store.name}-secrets")),
         outlet=outlet,
         limits=limits,
-        path_keys=path_keys,
+        **options,
     )
     async with pool, gateway:
         ready = asyncio.Event()

@@ -37,7 +37,7 @@ _THOUGHT = re.compile(
 QUESTION = Message(role="user", content="Question")
 
 
-class Renderer(Protocol):
+class SupportsRender(Protocol):
     """Renders messages and tools to text, as `ChatTemplate` does."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], *, generation: bool) -> str:
@@ -127,7 +127,7 @@ def after_turn(text: str, marker: str, end: TurnEnd) -> int | None:
     return at if at >= 0 else None
 
 
-def delta_text(template: Renderer, end: TurnEnd, new: Sequence[Message]) -> str | None:
+def delta_text(template: SupportsRender, end: TurnEnd, new: Sequence[Message]) -> str | None:
     """Text from the end token of the anchor turn to the end of the generation prompt.
 
     None if the rendering lacks the anchor or its end token.

@@ -119,7 +119,7 @@ def run_shard(args: argparse.Namespace) -> int:
     line = first_line()
     start_logging(factory.read_shard(line).gateway.log_format)
     threading.Thread(target=exit_with_parent, daemon=True).start()
-    run_loop(factory.serve_shard(line, lambda model: print(json.dumps({"model": model}), flush=True)))
+    run_loop(factory.serve_shard(line, lambda model: print_ready({"model": model})))
     return 0
 
 
@@ -177,6 +177,15 @@ def generated_key(host: str) -> str:
     return f"afa-{secrets.token_urlsafe(24)}"
 
 
+def print_ready(line: dict[str, str]) -> None:
+    """Print the one line of JSON that the parent process reads; later output goes to standard error.
+
+    A parent that stops reading would otherwise block a process that writes more than its pipe holds.
+    """
+    print(json.dumps(line), flush=True)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+
 def announce(
     settings: GatewaySettings, model: str, listener: socket.socket, *, generated: bool, as_json: bool
 ) -> None:
@@ -188,7 +197,7 @@ def announce(
             "admin_key": settings.admin_key,
             "model": model,
         }
-        print(json.dumps(line), flush=True)
+        print_ready(line)
         return
     print(f"afield gateway serves {model} at {settings.public_url}")
     print(f"admin key: {settings.admin_key if generated else '(as configured)'}", flush=True)

@@ -42,11 +42,16 @@ def count(counts: Counts, key: str, by: int = 1) -> None:
     counts[key] = counts.get(key, 0) + by
 
 
+def _add_counts(counts: Counts, others: Counts) -> None:
+    for key, value in others.items():
+        count(counts, key, value)
+
+
 class Metrics(Struct):
     """Metrics of one process. Keys of the counters are label values."""
 
-    calls: Counts = field(default_factory=dict)
-    """Ended calls by `DIALECT FINISH_REASON`."""
+    calls: dict[str, Counts] = field(default_factory=dict)
+    """Ended calls by dialect and finish reason."""
     tiers: Counts = field(default_factory=dict)
     """Prompts by rendering tier."""
     links: Counts = field(default_factory=dict)
@@ -85,7 +90,7 @@ class Metrics(Struct):
 
     def call_ended(self, turn: Turn, prompt: int) -> None:
         self.in_flight -= 1
-        count(self.calls, f"{turn.dialect} {turn.finish_reason}")
+        count(self.calls.setdefault(turn.dialect, {}), str(turn.finish_reason))
         self.prompt_tokens += prompt
         self.sampled_tokens += len(turn.token_ids)
         if turn.ended is not None:
@@ -102,11 +107,14 @@ class Metrics(Struct):
         count(self.refusals, str(status))
 
     def add(self, other: Metrics) -> None:
+        for dialect, counts in other.calls.items():
+            _add_counts(self.calls.setdefault(dialect, {}), counts)
         for name in self.__struct_fields__:
             own_value, theirs_value = getattr(self, name), getattr(other, name)
+            if name == "calls":
+                continue
             if isinstance(own_value, dict):
-                for key, value in theirs_value.items():
-                    count(own_value, key, value)
+                _add_counts(own_value, theirs_value)
             elif isinstance(own_value, Histogram):
                 own_value.add(theirs_value)
             else:
@@ -131,8 +139,9 @@ def exposition(snapshots: Sequence[Snapshot]) -> str:
         gauges.update(snapshot.gauges)
     lines: list[str] = []
     calls = [
-        ((("dialect", name.partition(" ")[0]), ("finish", name.partition(" ")[2])), n)
-        for name, n in sorted(metrics.calls.items())
+        ((("dialect", dialect), ("finish", finish)), n)
+        for dialect, counts in sorted(metrics.calls.items())
+        for finish, n in sorted(counts.items())
     ]
     _family(lines, "calls_total", "counter", "Model calls that ended.", calls)
     for name, label, about, counter in (

@@ -28,9 +28,8 @@ TOLD_IN_STREAM = {("responses", "context_length_exceeded")}
 class Responder:
     """Encodes the events of a call as a response, and ends the call when the client disconnects."""
 
-    def __init__(self, gateway: LocalGateway, *, keepalive_s: float = KEEPALIVE_S) -> None:
+    def __init__(self, gateway: LocalGateway) -> None:
         self._gateway = gateway
-        self._keepalive_s = keepalive_s
 
     async def respond(
         self,
@@ -79,7 +78,7 @@ class Responder:
             watch.cancel()
 
     async def _stream(self, items: AsyncIterator[Item], encoder: StreamEncoder, out: ByteStream) -> None:
-        pinging = asyncio.create_task(self._keep_alive(encoder, out))
+        pinging = asyncio.create_task(send_keepalives(encoder, out))
         opened = False
         try:
             async for item in items:
@@ -97,13 +96,15 @@ class Responder:
         finally:
             pinging.cancel()
 
-    async def _keep_alive(self, encoder: StreamEncoder, out: ByteStream) -> None:
-        while True:
-            seen = out.sent
-            # A pause that starts right after a check lasts at most two intervals.
-            await asyncio.sleep(self._keepalive_s / 2)
-            if out.sent == seen:
-                await out.emit(encoder.keepalive())
+
+async def send_keepalives(encoder: StreamEncoder, out: ByteStream, interval_s: float = KEEPALIVE_S) -> None:
+    """Send a keepalive whenever nothing else was sent for `interval_s`, until cancelled."""
+    while True:
+        seen = out.sent
+        # A pause that starts right after a check lasts at most two waits.
+        await asyncio.sleep(interval_s / 2)
+        if out.sent == seen:
+            await out.emit(encoder.keepalive())
 
 
 async def _last(items: AsyncIterator[Item]) -> CallFinished:

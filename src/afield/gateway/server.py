@@ -43,6 +43,8 @@ class ConnectionLimits(Struct, frozen=True, kw_only=True):
     """Minimum rate of long bodies in bytes per second (default: 4,096)."""
     poll_interval_s: float = 2.0
     """Seconds between sweeps (default: 2)."""
+    shutdown_s: int = 5
+    """Seconds for open responses when the server stops (default: 5)."""
 
 
 class Connections:
@@ -192,7 +194,7 @@ async def serve(
         proxy_headers=False,
         server_header=False,
         lifespan="off",
-        timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=limited.limits.shutdown_s,
         timeout_keep_alive=30,
     )
     server = _GatewayServer(config)

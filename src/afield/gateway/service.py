@@ -34,7 +34,7 @@ from afield.types import Exclusion, Image, Policy, Trajectory, Turn, TurnStatus
 from afield.wire import Invocation, Submission
 
 log = logging.getLogger("afield.gateway")
-REAP_EVERY_S = 5.0
+EXPIRY_INTERVAL_S = 5.0
 """Interval between checks for expired sessions, in seconds."""
 LAG_EVERY_S = 0.5
 """Interval between measurements of event loop lag, in seconds."""
@@ -46,8 +46,8 @@ class LocalGateway:
     """A gateway with its store, sessions and engine pool. The caller enters `engine` and `outlet`.
 
     `outlet` receives the outcomes of sessions with an experiment. `ending_s` is the time for running
-    calls to end with their session. With `path_keys`, base URLs contain the session key, for clients that
-    cannot send one.
+    calls to end with their session, `expiry_interval_s` the time between checks for expired sessions.
+    With `path_keys`, base URLs contain the session key, for clients that cannot send one.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class LocalGateway:
         outlet: Transport | None = None,
         limits: GatewayLimits = DEFAULT_LIMITS,
         ending_s: float = ENDING_S,
+        expiry_interval_s: float = EXPIRY_INTERVAL_S,
         path_keys: bool = False,
         secret: SecretPlace = SecretPlace(),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.time,
@@ -78,6 +79,7 @@ class LocalGateway:
         self._outlet = outlet
         self.limits = limits
         self._ending_s = ending_s
+        self._expiry_interval_s = expiry_interval_s
         self._admin_key = admin_key
         self.path_keys = path_keys
         self._secret_place = secret
@@ -208,7 +210,7 @@ class LocalGateway:
 
     async def _reap(self) -> None:
         while True:
-            await asyncio.sleep(REAP_EVERY_S)
+            await asyncio.sleep(self._expiry_interval_s)
             try:
                 ended, idle = await self.sessions.reap(), await self.header_keys.close_idle()
             except Unavailable as error:

@@ -176,8 +176,10 @@ class Relay:
     async def close(self) -> None:
         for server in self._servers:
             server.close()
-        for task in self._tasks:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for half in list(self._halves):
             for transport in (half.transport, half.other.transport if half.other else None):
                 if transport is not None:
