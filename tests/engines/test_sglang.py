@@ -20,7 +20,7 @@ from afield.engines.sglang.engine import SglangEngine
 from afield.errors import Conflict, Unavailable, UsageError
 from afield.interfaces.engine import Chunk, GenerateRequest, Image
 from afield.types import FinishReason, Sampling, VersionSpan
-from support.engine_calls import BOUND_S, a_call, answer, begin, ids, slowly, versions
+from support.engine_calls import BOUND_S, a_call, answer, begin, counting_on, finish, ids, versions
 from support.fake_sglang import FakeSglang, serving_sglang
 from support.replay_sglang import replaying
 
@@ -164,12 +164,12 @@ def weights(tmp_path: Path) -> str:
 async def test_calls_that_keep_a_server_from_flushing_are_ended_and_go_on(
     weights: str, stream: bool, incremental: bool
 ) -> None:
-    fake = FakeSglang(ScriptedEngine(slowly), flushes_waiting=False, incremental=incremental)
+    fake = FakeSglang(ScriptedEngine(counting_on), flushes_waiting=False, incremental=incremental)
     async with connected(fake) as engine:
         call = await begin(fake, engine, a_call(max_tokens=30, stream=stream))
         await engine.load(1, weights)
         await engine.load(2, weights)
-        chunks = await call
+        chunks = await finish(fake, call)
     assert not fake.dead
     assert ids(chunks) == list(range(8, 38))
     assert chunks[-1].finish is FinishReason.LENGTH
@@ -188,16 +188,16 @@ def _spans_of(chunks: list[Chunk]) -> list[VersionSpan]:
 
 
 async def test_weights_may_take_longer_to_load_than_a_call_may_be_silent(weights: str) -> None:
-    fake = FakeSglang(SlowToLoad(slowly))
+    fake = FakeSglang(SlowToLoad(counting_on))
     async with connected(fake, idle_s=0.3) as engine:
         call = await begin(fake, engine, a_call(max_tokens=10))
         await engine.load(1, weights)
-        assert ids(await call) == list(range(8, 18))
+        assert ids(await finish(fake, call)) == list(range(8, 18))
 
 
 class SlowToLoad(ScriptedEngine):
     async def load(self, version: int, path: str) -> None:
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.6)
         await super().load(version, path)
 
 
@@ -258,7 +258,7 @@ def adapter(path: Path, name: str) -> str:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_call_keeps_the_adapter_it_began_with(tmp_path: Path, stream: bool) -> None:
-    fake = FakeSglang(ScriptedEngine(slowly), loras=4)
+    fake = FakeSglang(ScriptedEngine(counting_on), loras=4)
     async with connected(fake) as engine:
         begun = []
         for version in (1, 2, 3):
@@ -269,7 +269,7 @@ async def test_a_call_keeps_the_adapter_it_began_with(tmp_path: Path, stream: bo
             begun.append(await begin(fake, engine, a_call(max_tokens=30, stream=stream)))
         assert (await engine.info()).version == 3
         for version, call in enumerate(begun, 1):
-            chunks = await call
+            chunks = await finish(fake, call)
             assert ids(chunks) == list(range(8, 38))
             assert versions(chunks) == [version] * 30
         await engine.load(4, adapter(tmp_path, "4"))
@@ -281,13 +281,13 @@ async def test_a_call_keeps_the_adapter_it_began_with(tmp_path: Path, stream: bo
 async def test_there_are_never_more_versions_in_use_than_the_server_has_room_for(
     tmp_path: Path, stream: bool
 ) -> None:
-    fake = FakeSglang(ScriptedEngine(slowly), loras=2)
+    fake = FakeSglang(ScriptedEngine(counting_on), loras=2)
     async with connected(fake) as engine:
         begun = []
         for version in (1, 2, 3, 4):
             await engine.load(version, adapter(tmp_path, str(version)))
             begun.append(await begin(fake, engine, a_call(max_tokens=50, stream=stream)))
-        answers = [await call for call in begun]
+        answers = [await finish(fake, call) for call in begun]
     assert fake.most_at_once == 2
     assert all(ids(chunks) == list(range(8, 58)) for chunks in answers)
     assert all(versions(chunks) == sorted(versions(chunks)) for chunks in answers)
@@ -352,14 +352,14 @@ async def test_a_real_server_is_found_fit_and_known_for_what_it_is(recorded: Sgl
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_real_servers_answer_ends_where_it_should(recorded: SglangEngine, stream: bool) -> None:
-    for stops, length, finish in [
+    for stops, length, reason in [
         ((), 12, FinishReason.LENGTH),
         ((4,), 7, FinishReason.STOP),
         ((650,), FREE.index(OWN_END) + 1, FinishReason.STOP),
     ]:
         chunks = await answer(recorded, greedy(stop_ids=stops, stream=stream))
         assert ids(chunks) == FREE[:length]
-        assert chunks[-1].finish is finish
+        assert chunks[-1].finish is reason
 
 
 async def test_a_real_servers_stream_is_its_whole_answer(recorded: SglangEngine) -> None:

@@ -203,7 +203,7 @@ async def test_after_a_swap_every_token_is_scored_by_the_version_that_drew_it(
 
 @pytest.mark.parametrize("fixed_steps", [False, True])
 async def test_a_call_gives_the_same_tokens_alone_and_in_company(model: Path, fixed_steps: bool) -> None:
-    calls = [a_call(f"c{n}", a_prompt(n, 5 + n), SAMPLINGS[n % len(SAMPLINGS)]) for n in range(30)]
+    calls = [a_call(f"c{n}", a_prompt(n, 5 + n), SAMPLINGS[n % len(SAMPLINGS)]) for n in range(14)]
     async with asyncio.timeout(BOUND_S), TorchEngine(model, seed=3, fixed_steps=fixed_steps) as engine:
         together = await asyncio.gather(*(answer(engine, call) for call in calls))
     async with asyncio.timeout(BOUND_S), TorchEngine(model, seed=3, max_slots=1) as engine:

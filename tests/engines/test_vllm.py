@@ -313,7 +313,10 @@ async def test_a_server_that_failed_to_load_serves_nothing_until_it_has(tmp_path
         assert len(ids(await answer(engine, a_call()))) == 12
 
 
-async def test_a_cache_that_cannot_be_reset_yet_is_reset_before_calls_go_on(weights: Path) -> None:
+async def test_a_cache_that_cannot_be_reset_yet_is_reset_before_calls_go_on(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("afield.engines.vllm.engine.RESET_PAUSES_S", (0.0, 0.01, 0.01, 0.01))
     fake = FakeVllm(ScriptedEngine(counting))
     async with connected(fake) as engine:
         fake.stuck = 2

@@ -12,7 +12,7 @@ from afield.engines.vllm.engine import VllmEngine
 from afield.engines.vllm.weight_transfer import VllmTransfer
 from afield.errors import Conflict, Unavailable, UsageError
 from afield.types import FinishReason, VersionSpan
-from support.engine_calls import a_call, answer, begin, ids, slowly, versions
+from support.engine_calls import a_call, answer, begin, counting_on, finish, ids, versions
 from support.fake_vllm import FakeVllm
 from support.vllm_calls import connected, counting
 
@@ -38,14 +38,14 @@ def send(transfer: VllmTransfer, version: int, *names: str) -> None:
 
 
 async def test_weights_are_sent_while_calls_stand_still_and_the_gateway_is_told(weights: Path) -> None:
-    fake = FakeVllm(ScriptedEngine(lambda call: ScriptedReply(token_ids=tuple(range(20, 60)), delay_s=0.01)))
+    fake = FakeVllm(ScriptedEngine(lambda call: ScriptedReply(token_ids=tuple(range(20, 60)))))
     async with connected(fake) as engine:
         transfer = VllmTransfer(engine.url)
         await asyncio.to_thread(transfer.init_weight_transfer_engine, {"packed": False})
         call = await begin(fake, engine, a_call(max_tokens=40))
         await asyncio.to_thread(send, transfer, 3, "a", "b")
         await engine.load(3, "")
-        chunks = await call
+        chunks = await finish(fake, call)
         assert (await engine.info()).version == 3
     assert fake.received == ["a", "b"]
     assert [path.partition("?")[0] for path in fake.asked] == [
@@ -89,7 +89,7 @@ async def test_a_transfer_that_fails_leaves_the_server_paused_until_one_succeeds
 async def test_a_server_that_does_not_name_its_weights_gets_them_and_calls_have_intervals(
     weights: Path, stream: bool
 ) -> None:
-    fake = FakeVllm(ScriptedEngine(slowly), labels=False)
+    fake = FakeVllm(ScriptedEngine(counting_on), labels=False)
     async with connected(fake) as engine:
         info = await engine.info()
         assert not info.exact_versions
@@ -97,7 +97,7 @@ async def test_a_server_that_does_not_name_its_weights_gets_them_and_calls_have_
         call = await begin(fake, engine, a_call(max_tokens=30, stream=stream))
         await engine.load(1, str(weights))
         assert (await engine.info()).version == 1
-        chunks = await call
+        chunks = await finish(fake, call)
         assert (chunks[-1].low, chunks[-1].high) == (0, 1)
         assert versions(await answer(engine, a_call())) == [1] * 12
         with pytest.raises(Conflict, match="older"):
@@ -121,7 +121,7 @@ def adapters(tmp_path: Path) -> list[str]:
 async def test_a_call_keeps_the_adapter_it_began_with(
     adapters: list[str], stream: bool, scale_out: bool
 ) -> None:
-    fake = FakeVllm(ScriptedEngine(slowly), loras=4, scale_out=scale_out)
+    fake = FakeVllm(ScriptedEngine(counting_on), loras=4, scale_out=scale_out)
     async with connected(fake) as engine:
         begun = []
         for version in (1, 2, 3):
@@ -132,7 +132,7 @@ async def test_a_call_keeps_the_adapter_it_began_with(
         with pytest.raises(Conflict, match="version 2 is older"):
             await engine.load(2, adapters[2])
         for version, call in enumerate(begun, 1):
-            chunks = await call
+            chunks = await finish(fake, call)
             assert ids(chunks) == list(range(8, 38))
             assert versions(chunks) == [version] * 30
         assert set(fake.adapters) == {"tiny-v1", "tiny-v2", "tiny-v3"}
@@ -145,7 +145,7 @@ async def test_a_call_keeps_the_adapter_it_began_with(
 async def test_a_server_that_cannot_tell_its_configuration_is_asked_for_its_metrics(
     adapters: list[str],
 ) -> None:
-    fake = FakeVllm(ScriptedEngine(slowly), loras=2, no_server_info=True)
+    fake = FakeVllm(ScriptedEngine(counting_on), loras=2, no_server_info=True)
     async with connected(fake) as engine:
         await engine.load(1, adapters[1])
         assert versions(await answer(engine, a_call())) == [1] * 12
@@ -156,17 +156,17 @@ async def test_a_server_that_cannot_tell_its_configuration_is_asked_for_its_metr
 async def test_a_call_on_base_weights_beside_an_adapter_is_exact_only_where_the_server_keeps_them_apart(
     adapters: list[str], stream: bool, device: str, exact: bool
 ) -> None:
-    fake = FakeVllm(ScriptedEngine(slowly), loras=2, device=device)
+    fake = FakeVllm(ScriptedEngine(counting_on), loras=2, device=device)
     async with connected(fake) as engine:
         base = await begin(fake, engine, a_call(max_tokens=30, stream=stream))
         await engine.load(1, adapters[1])
         own = await begin(fake, engine, a_call(max_tokens=30, stream=stream))
-        chunks = await base
+        chunks = await finish(fake, base)
         spans = {(span.low, span.high) for span in chunks[-1].versions or ()}
         spans |= {(chunk.low, chunk.high) for chunk in chunks if chunks[-1].versions is None}
         assert (spans == {(0, 0)}) == exact
         assert exact or (0, 1) in spans
-        assert versions(await own) == [1] * 30
+        assert versions(await finish(fake, own)) == [1] * 30
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -174,16 +174,16 @@ async def test_there_are_never_more_versions_in_use_than_the_server_has_room_for
     adapters: list[str], stream: bool
 ) -> None:
     """Calls of the oldest go on with the newest, from where they were."""
-    fake, others = FakeVllm(ScriptedEngine(slowly), loras=2), []
+    fake, others = FakeVllm(ScriptedEngine(counting_on), loras=2), []
     async with connected(fake) as engine:
         await engine.load(1, adapters[1])
         call = await begin(fake, engine, a_call(max_tokens=60, stream=stream))
         for version in (2, 3, 4):
             await engine.load(version, adapters[version])
             others.append(await begin(fake, engine, a_call(max_tokens=40, stream=stream)))
-        chunks = await call
+        chunks = await finish(fake, call)
         for other in others:
-            assert ids(await other) == list(range(8, 48))
+            assert ids(await finish(fake, other)) == list(range(8, 48))
     assert fake.most_at_once == 2
     assert ids(chunks) == list(range(8, 68))
     told = versions(chunks)
@@ -193,7 +193,7 @@ async def test_there_are_never_more_versions_in_use_than_the_server_has_room_for
 
 
 async def test_a_version_that_another_process_has_loaded_is_taken_up(adapters: list[str]) -> None:
-    fake = FakeVllm(ScriptedEngine(slowly), loras=2)
+    fake = FakeVllm(ScriptedEngine(counting_on), loras=2)
     async with connected(fake) as engine, VllmEngine(engine.url) as other:
         await engine.load(1, adapters[1])
         call = await begin(fake, engine, a_call(max_tokens=60))
@@ -202,18 +202,18 @@ async def test_a_version_that_another_process_has_loaded_is_taken_up(adapters: l
             assert ids(await answer(engine, a_call(max_tokens=2))) == [8, 9]
             await engine.load(version, adapters[version])
         assert versions(await answer(engine, a_call(max_tokens=2))) == [3, 3]
-        chunks = await call
+        chunks = await finish(fake, call)
     assert ids(chunks) == list(range(8, 68))
     assert fake.asked.count("+tiny-v2") == fake.asked.count("+tiny-v3") == 1
 
 
 async def test_whole_weights_after_adapters_take_over_every_call(adapters: list[str], weights: Path) -> None:
-    fake = FakeVllm(ScriptedEngine(slowly), loras=2)
+    fake = FakeVllm(ScriptedEngine(counting_on), loras=2)
     async with connected(fake) as engine:
         await engine.load(1, adapters[1])
         call = await begin(fake, engine, a_call(max_tokens=30))
         await engine.load(2, str(weights))
-        chunks = await call
+        chunks = await finish(fake, call)
         assert fake.served[-2:] == ["tiny-v1", "tiny"]
         assert ids(chunks) == list(range(8, 38))
         assert {chunk.low for chunk in chunks} == {1, 2}

@@ -1,8 +1,9 @@
-"""What the tests of engines that are servers ask of them."""
+"""Calls to engines behind fake servers, and their replies."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from msgspec import structs
@@ -28,11 +29,24 @@ def a_call(**changes: Any) -> GenerateRequest:
     return structs.replace(call, **changes)
 
 
-class Fake(Protocol):
+class CallGate:
+    """Holds the calls of a fake server after their third token, while `closed`; probes are not held."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.arrivals = 0
+        """Number of times that a call has been held."""
+
+    async def wait(self, call: GenerateRequest, sampled: int, ended: Callable[[], bool]) -> None:
+        if self.closed and sampled >= 3 and call.max_tokens > MODE_TOKENS:
+            self.arrivals += 1
+            while self.closed and not ended():
+                await asyncio.sleep(0.005)
+
+
+class FakeServer(Protocol):
     @property
-    def bodies(self) -> list[dict[str, Any]]:
-        """Of the calls that have arrived."""
-        ...
+    def gate(self) -> CallGate: ...
 
 
 async def answer(engine: Engine, call: GenerateRequest) -> list[Chunk]:
@@ -44,22 +58,26 @@ def ids(chunks: list[Chunk]) -> list[int]:
     return [token for chunk in chunks for token in chunk.token_ids]
 
 
-def slowly(call: GenerateRequest) -> ScriptedReply:
-    """Counts on from the prompt's last id, so that a resumed call shows its place. Probes do not wait."""
+def counting_on(call: GenerateRequest) -> ScriptedReply:
+    """Counts on from the prompt's last id, so that a resumed call shows its place."""
     first = call.prompt_ids[-1] + 1
-    delay_s = 0.0 if call.max_tokens <= MODE_TOKENS else 0.04
-    return ScriptedReply(token_ids=tuple(range(first, first + call.max_tokens)), delay_s=delay_s)
+    return ScriptedReply(token_ids=tuple(range(first, first + call.max_tokens)))
 
 
-async def begin(fake: Fake, engine: Engine, call: GenerateRequest) -> asyncio.Task[list[Chunk]]:
-    """Under way at the server, a few tokens of it sampled."""
-    before = len(fake.bodies)
-    begun = asyncio.create_task(answer(engine, call))
+async def begin(fake: FakeServer, engine: Engine, call: GenerateRequest) -> asyncio.Task[list[Chunk]]:
+    """Start a call; returns when the server has sampled a few tokens and holds it until `finish`."""
+    fake.gate.closed, before = True, fake.gate.arrivals
+    task = asyncio.create_task(answer(engine, call))
     async with asyncio.timeout(BOUND_S):
-        while len(fake.bodies) == before:
+        while fake.gate.arrivals == before:
             await asyncio.sleep(0.005)
-    await asyncio.sleep(0.1)
-    return begun
+    return task
+
+
+async def finish(fake: FakeServer, call: asyncio.Task[list[Chunk]]) -> list[Chunk]:
+    """Let all calls of the server continue, and wait for this one."""
+    fake.gate.closed = False
+    return await call
 
 
 def versions(chunks: list[Chunk]) -> list[int]:

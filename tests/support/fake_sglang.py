@@ -19,6 +19,7 @@ from msgspec import structs
 from afield.errors import Unavailable
 from afield.interfaces.engine import Chunk, Engine, GenerateRequest, Image, TopLogprobs
 from afield.types import FinishReason, Sampling
+from support.engine_calls import CallGate
 from support.fake_vllm import held
 
 TYPES = {"stop": "stop", "length": "length", "aborted": "abort"}
@@ -54,6 +55,7 @@ class FakeSglang:
         self.label = "default"
         self.asked: list[tuple[str, Any]] = []
         self.bodies: list[dict[str, Any]] = []
+        self.gate = CallGate()
         self.moving = asyncio.Event()
         self.moving.set()
         self.waiting: list[int] | None = None  # calls in the queue of each rank, where it tells that
@@ -187,13 +189,15 @@ class FakeSglang:
             return web.json_response({"error": {"message": str(error)}}, status=500)
 
     async def chunks(self, call: GenerateRequest, rid: str, adapter: str) -> AsyncGenerator[Chunk]:
-        aborted, ended = asyncio.Event(), self.ended
+        aborted, ended, sampled = asyncio.Event(), self.ended, 0
         self.aborts[rid] = aborted
         self.in_flight += 1
         self.busy[rid] = adapter
         self.most_at_once = max(self.most_at_once, len({*self.busy.values()} - {""}))
         try:
             async for chunk in self.engine.generate(call):
+                await self.gate.wait(call, sampled, lambda: aborted.is_set() or ended.is_set())
+                sampled += len(chunk.token_ids)
                 while not (self.moving.is_set() or ended.is_set()):
                     await asyncio.sleep(0.005)
                 if (rid and aborted.is_set()) or ended.is_set():

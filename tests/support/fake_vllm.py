@@ -19,6 +19,7 @@ from msgspec import structs
 from afield.errors import Unavailable
 from afield.interfaces.engine import Chunk, Engine, GenerateRequest, Image
 from afield.types import Constraint, FinishReason, Sampling
+from support.engine_calls import CallGate
 
 REASONS = {"stop": "stop", "length": "length", "aborted": "abort", None: None}
 
@@ -57,6 +58,7 @@ class FakeVllm:
         self.stuck = 0  # how often the cache cannot be reset
         self.bodies: list[dict[str, Any]] = []
         self.sessions: list[str | None] = []
+        self.gate = CallGate()
         self.moving = asyncio.Event()
         self.moving.set()
         self.url = ""
@@ -262,9 +264,12 @@ class FakeVllm:
             self.busy.pop(known_as, None)
 
     async def until(self, call: GenerateRequest, aborted: asyncio.Event) -> AsyncGenerator[Chunk]:
+        sampled = 0
         async with aclosing(self.engine.generate(call)) as chunks:
             async for chunk in chunks:
+                await self.gate.wait(call, sampled, aborted.is_set)
                 await self.moving.wait()
+                sampled += len(chunk.token_ids)
                 if aborted.is_set():
                     ended = structs.replace(chunk, token_ids=(), logprobs=(), top_logprobs=())
                     yield structs.replace(ended, finish=FinishReason.ABORTED)
