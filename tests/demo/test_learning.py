@@ -14,7 +14,7 @@ from support.processes import afield
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, RunDirectory]:
     cwd = tmp_path_factory.mktemp("demo")
-    code, out, err = afield(cwd, "demo", "--seed", 3, timeout=500)
+    code, out, err = afield(cwd, "demo", "--seed", 3, "--steps", 12, timeout=500)
     assert code == 0, err
     return out, find_run(cwd / "runs", "latest")
 

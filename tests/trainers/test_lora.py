@@ -7,14 +7,14 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from afield.demo import shop
+from afield.engines.torch.engine import TorchEngine
 from afield.errors import UsageError
-from afield.orchestrator.state import find_run
 from afield.rounding import Rounding
 from afield.settings.trainer import LoraOptions
+from afield.trainers.grpo import GRPO
 from afield.trainers.model import PolicyModel
-from support.gateways import POLICY
-from support.processes import afield, write_tasks
+from afield.types import Group, Outcome, Policy, Rollout, RolloutResult, Sampling, Split, Task
+from support.gateways import POLICY, Running, running
 from support.tiny_model import build_tiny_model
 
 CPU = torch.device("cpu")
@@ -174,20 +174,38 @@ def test_without_adapters_there_are_none_to_export(model_path, tmp_path):
         policy.export_adapter(tmp_path / "adapter")
 
 
-def test_a_run_that_publishes_adapters_samples_from_them(tmp_path: Path) -> None:
-    """What is sampled after a step is scored by the trainer as it was drawn: the engine has the adapters."""
-    tasks = write_tasks(tmp_path / "tasks.jsonl", shop.tasks(0, 4))
-    sizes = ("--steps", 3, "--rollouts", 4, "--tasks-per-step", 2, "--lr", 0.01)
-    learn = ("lora.rank=4", "lora.alpha=64", "lora.publish=adapter")
-    told = [part for value in learn for part in ("--set", f"learn.{value}")]
-    agent = "afield.demo.agents.openai_agent:agent"
-    code, _, err = afield(tmp_path, "train", agent, "--tasks", tasks, "--model", POLICY, *sizes, *told)
-    assert code == 0, err
-    run = find_run(tmp_path / "runs", "latest")
-    steps = [line["trainer"] for line in run.read_metrics()]
-    assert max(step["sampler_trainer_logprob_diff_max"] for step in steps if step["tokens"]) < 1e-3
-    assert steps[0]["grad_norm"] > 0
-    last = run.weights(3)
-    assert (last / "adapter_config.json").is_file()
-    moved = load_file(last / "adapter_model.safetensors")
-    assert any(tensor.abs().max() > 0 for name, tensor in moved.items() if "lora_B" in name)
+@pytest.mark.anyio
+async def test_tokens_sampled_after_adapters_are_published_come_from_the_adapters(tmp_path: Path) -> None:
+    """The trainer scores what the engine samples as the engine did, before and after a published step."""
+    trainer = GRPO(POLICY, lr=0.01, device="cpu", lora=LoraOptions(rank=4, alpha=64, publish="adapter"))
+    async with running(TorchEngine(POLICY, max_slots=4, device="cpu"), tmp_path / "store") as up:
+        before = trainer.step([await sample_group(up, "g0")])
+        assert before.metrics["grad_norm"] > 0
+        trainer.publish(tmp_path / "v1", version=1, dtype="float32")
+        adapters = load_file(tmp_path / "v1" / "adapter_model.safetensors")
+        assert any(tensor.abs().max() > 0 for name, tensor in adapters.items() if "lora_B" in name)
+        await up.client.publish(Policy("m", 1), str(tmp_path / "v1"))
+        group = await sample_group(up, "g1")
+    assert {span.low for turn in group.finished[0].turns for span in turn.versions} == {1}
+    for report in (before, trainer.step([group])):
+        assert report.tokens
+        assert report.metrics["sampler_trainer_logprob_diff_max"] < 1e-3
+
+
+async def sample_group(up: Running, name: str) -> Group:
+    """Four rollouts of one call each; every second is rewarded."""
+    finished = []
+    for n in range(4):
+        rollout = Rollout(id=f"{name}-{n}", exp_id="exp", group_id=name, task=Task("task", {}))
+        client = await up.agent(f"{rollout.id}.1", sampling=Sampling(max_tokens=16))
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hello"}])
+        record = await up.client.finalize(f"{rollout.id}.1")
+        finished.append(
+            RolloutResult(
+                rollout=rollout,
+                outcome=Outcome(rollout_id=rollout.id, attempt=1, reward=float(n % 2)),
+                trajectories=record.trajectories,
+                turns=record.turns,
+            )
+        )
+    return Group(id=name, task_id="task", epoch=0, split=Split.TRAIN, finished=tuple(finished))

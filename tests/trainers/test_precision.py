@@ -22,6 +22,7 @@ from afield.trainers.tree_attention import Kernel, TokenTree, _per_sequence, ins
 CPU = torch.device("cpu")
 LOW = torch.bfloat16
 VOCABULARY = 256
+PROMPT = 128  # tokens of the prompt that all sequences share
 ROUNDING = 2.0**-8  # of one bfloat16 number, at most
 SHAPE = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -58,9 +59,9 @@ def sequences(seed: int) -> list[list[int]]:
     def tokens(count: int) -> list[int]:
         return [wild.randrange(VOCABULARY) for _ in range(count)]
 
-    prompt = tokens(256)
-    rows = [prompt + tokens(wild.randrange(40, 200)) for _ in range(7)]
-    return [*rows, rows[0][:300] + tokens(40)]
+    prompt = tokens(PROMPT)
+    rows = [prompt + tokens(wild.randrange(30, 100)) for _ in range(7)]
+    return [*rows, rows[0][: PROMPT + 25] + tokens(30)]
 
 
 def gradient(model: Any, layout: Any, source: list[int], target: list[int], worth: Tensor) -> list[Tensor]:
@@ -80,7 +81,7 @@ def squared(model: Any, rows: list[list[int]], kernel: Kernel | None, truth: lis
 
 def over(model: Any, rows: list[list[int]], kernel: Kernel | None) -> list[Tensor]:
     """Of what follows the prompt, every row with an advantage of its own; padded rows without a kernel."""
-    sampled = [(n, p) for n, row in enumerate(rows) for p in range(256, len(row))]
+    sampled = [(n, p) for n, row in enumerate(rows) for p in range(PROMPT, len(row))]
     target = [rows[n][p] for n, p in sampled]
     worth = torch.tensor([(-1.0) ** n * (1 + n / 8) for n, _ in sampled])
     if kernel is None:
