@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -20,6 +20,7 @@ from support.random_groups import branching, group
 from support.strategies import groups
 
 FORMS = st.sampled_from(["linear", "per_turn"])
+fifty_examples = settings(max_examples=50)  # each example is several groups of branching rollouts
 
 
 def everyone(made: list[Group]) -> list[RolloutResult]:
@@ -30,6 +31,7 @@ def trained(made: list[Group]) -> list[RolloutResult]:
     return [f for g in made for f in g.finished if f.outcome.reward_or_floor(0.0) is not None]
 
 
+@fifty_examples
 @given(groups(), FORMS)
 def test_every_sampled_token_of_a_rollout_that_trains_is_owned_exactly_once(made: list[Group], form) -> None:
     batch = from_groups(made, form)
@@ -53,6 +55,7 @@ def test_every_sampled_token_of_a_rollout_that_trains_is_owned_exactly_once(made
             assert here == (0 if turn.id in excluded else len(turn.token_ids))
 
 
+@fifty_examples
 @given(groups(kept=True), st.data())
 def test_a_row_is_what_the_engine_saw_and_sampled(made: list[Group], data: st.DataObject) -> None:
     batch = from_groups(made, data.draw(FORMS))
@@ -69,6 +72,7 @@ def test_a_row_is_what_the_engine_saw_and_sampled(made: list[Group], data: st.Da
             ]
 
 
+@fifty_examples
 @given(groups(kept=True))
 def test_rows_per_turn_are_those_that_the_forest_gives(made: list[Group]) -> None:
     batch = from_groups(made, "per_turn")
@@ -78,6 +82,7 @@ def test_rows_per_turn_are_those_that_the_forest_gives(made: list[Group]) -> Non
         assert tuple(row.assembled for row in batch.rows_of(f.rollout.id)) == expected
 
 
+@fifty_examples
 @given(groups(), FORMS)
 def test_no_rollout_is_lost_and_failed_ones_have_no_rows(made: list[Group], form) -> None:
     batch = from_groups(made, form, floor=-2.0)
@@ -89,6 +94,7 @@ def test_no_rollout_is_lost_and_failed_ones_have_no_rows(made: list[Group], form
             assert batch.rows_of(record.rollout.id) == ()
 
 
+@fifty_examples
 @given(groups(), FORMS)
 def test_groups_come_back_with_the_rows_they_had(made: list[Group], form) -> None:
     again = to_groups(from_groups(made, form))
@@ -114,11 +120,13 @@ def test_groups_come_back_with_the_rows_they_had(made: list[Group], form) -> Non
             assert len(after.trajectories) == sum(len(row.turns) for row in before.trajectories)
 
 
+@fifty_examples
 @given(groups(kept=True))
 def test_a_batch_per_turn_holds_all_that_the_linear_one_does(made: list[Group]) -> None:
     assert from_groups(to_groups(from_groups(made, "per_turn")), "linear") == from_groups(made, "linear")
 
 
+@fifty_examples
 @given(groups(kept=True))
 def test_turns_that_come_back_are_what_was_sampled(made: list[Group]) -> None:
     again = to_groups(from_groups(made))
@@ -137,17 +145,20 @@ def test_turns_that_come_back_are_what_was_sampled(made: list[Group]) -> None:
 # --- the tree ------------------------------------------------------------------------------------
 
 
+@fifty_examples
 @given(groups(), st.booleans())
 def test_a_tree_gives_the_linear_rows_back_exactly(made: list[Group], share: bool) -> None:
     batch = from_groups(made)
     assert to_tree(batch, share=share).to_rows() == batch
 
 
+@fifty_examples
 @given(groups(kept=True), st.booleans())
 def test_rows_per_turn_make_the_same_tree(made: list[Group], share: bool) -> None:
     assert to_tree(from_groups(made, "per_turn"), share=share) == to_tree(from_groups(made), share=share)
 
 
+@fifty_examples
 @given(groups(), st.booleans())
 def test_a_tree_has_every_owned_token_in_one_node(made: list[Group], share: bool) -> None:
     batch = from_groups(made)
