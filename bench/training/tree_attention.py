@@ -17,9 +17,7 @@ import argparse
 import gc
 import json
 import statistics
-import subprocess
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +28,7 @@ from afield.trainers.logprobs import chunked_logprobs, gather_hidden
 from afield.trainers.micro_batches import Padded
 from afield.trainers.packing import pack, split
 from afield.trainers.tree_attention import TokenTree, install_tree_attention
+from bench.report import commit, save
 from bench.training.rollout_shapes import Row, per_turn, shared_prompt, sub_agents
 
 ENOUGH = 16384  # tokens that keep the device busy
@@ -340,6 +339,7 @@ def main() -> None:
     reading.add_argument("--compile", action="store_true", help="compile every layer, in all forms")
     reading.add_argument("--save", action="store_true", help="write bench/results/tree-COMMIT.json")
     options = reading.parse_args()
+    started_at = commit() if options.save else ""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     scale = 1 if options.model != "tiny" else 16
     AttentionInterface.register("bench_line", line_attention)
@@ -362,9 +362,7 @@ def main() -> None:
     line = {**results[0], "forest": results[1], "parameters": size, "ceiling_tflops": round(top / 1e12, 1)}
     line["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     if options.save:
-        commit = subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip()
-        target = Path(__file__).parent / "results" / f"tree-{commit[:12]}.json"
-        target.write_text(json.dumps({"commit": commit, **line}, indent=2) + "\n")
+        save("tree", line, started_at)
     print(json.dumps(line) if options.json else json.dumps(line, indent=2))
 
 

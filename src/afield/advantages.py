@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from afield.errors import UsageError
+from afield.settings.trainer import AdvantageEstimator
 from afield.types import Group, RolloutResult
 
-AdvantageEstimator = Literal[
-    "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"
-]
 Returns = Mapping[str, Mapping[str, float]]
 """Returns by rollout id and turn id."""
 TurnAdvantages = float | Mapping[str, float]

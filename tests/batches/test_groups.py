@@ -10,12 +10,21 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from afield import trajectories
-from afield.batches.groups import from_groups, to_groups
+from afield.batches.groups import from_groups, split, to_groups
 from afield.batches.rows import Batch
 from afield.batches.tree import TreeBatch, to_tree
 from afield.errors import UsageError
 from afield.turn_tree import TurnTree
-from afield.types import Constraint, FinishReason, Group, RolloutResult
+from afield.types import (
+    Constraint,
+    FinishReason,
+    Group,
+    ImageSpan,
+    RolloutResult,
+    Trajectory,
+    TurnRange,
+    VersionSpan,
+)
 from support.random_groups import branching, group
 from support.strategies import groups
 
@@ -140,6 +149,19 @@ def test_turns_that_come_back_are_what_was_sampled(made: list[Group]) -> None:
                 known.versions,
                 known.finish_reason or FinishReason.STOP,
             )
+
+
+def test_a_row_per_turn_has_the_images_before_the_end_of_its_turn() -> None:
+    row = Trajectory(
+        token_ids=(1, 9, 9, 2, 3, 9, 9, 4),
+        loss_mask=(0, 0, 0, 1, 0, 0, 0, 1),
+        logprobs=(0.0, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0, -2.0),
+        versions=(VersionSpan(3, 4, 0, 0), VersionSpan(7, 8, 0, 0)),
+        turns=(TurnRange("t0", 3, 4, 1.0), TurnRange("t1", 7, 8, 1.0)),
+        weight=1.0,
+        images=(ImageSpan("a", 1, 2), ImageSpan("b", 5, 2)),
+    )
+    assert [part.images for part in split([row])] == [row.images[:1], row.images]
 
 
 # --- the tree ------------------------------------------------------------------------------------

@@ -179,6 +179,14 @@ async def test_images_the_prompt_has_no_places_for_are_refused() -> None:
         await answer(blind, structs.replace(a_call("#"), images=(an_image("x"),)))
 
 
+async def test_a_truncated_reply_with_log_probabilities_of_its_own_has_top_log_probabilities() -> None:
+    engine = ScriptedEngine(lambda call: ScriptedReply(token_ids=(5, 6, 7), logprobs=(-1.0, -2.0, -3.0)))
+    call = structs.replace(a_call(), max_tokens=2, top_logprobs=2, stream=False)
+    (chunk,) = await answer(engine, call)
+    assert chunk.logprobs == (-1.0, -2.0)
+    assert [top[0] for top in chunk.top_logprobs] == [(5, -1.0), (6, -2.0)]
+
+
 async def test_a_paused_engine_stands_still() -> None:
     engine = ScriptedEngine(lambda call: ScriptedReply(token_ids=(5, 6, 0)))
     async with asyncio.timeout(BOUND_S), aclosing(engine.generate(a_call())) as chunks:

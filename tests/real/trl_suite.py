@@ -39,8 +39,9 @@ from afield.integrations.trl import Rollouts, SyncRollouts
 from afield.integrations.trl.rows import MeanLength, RowConfig, samples
 from afield.integrations.trl.sync import check_version
 from afield.integrations.trl.weights import write
+from afield.settings.trainer import Aggregate
 from afield.trainers.batch import to_batch
-from afield.trainers.losses import Aggregate, LossInputs, Objective, compute_loss, token_weights
+from afield.trainers.losses import LossInputs, Objective, compute_loss, token_weights
 from afield.trainers.micro_batches import split_micro_batches, token_logprobs
 from afield.trainers.model_directory import load_model
 from afield.trainers.tree_attention import install_tree_attention

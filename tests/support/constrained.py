@@ -15,9 +15,9 @@ from pydantic import BaseModel, Field
 
 from afield import trajectories
 from afield.batches.rows import Row
+from afield.settings.trainer import LayoutName
 from afield.trainers.batch import check_rows
 from afield.trainers.diagnostics import BatchDiagnostics
-from afield.trainers.micro_batches import LayoutName
 from afield.trainers.model import PolicyModel
 from afield.trainers.optimizer import Optimizer
 from afield.turn_tree import TurnTree

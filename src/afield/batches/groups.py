@@ -105,10 +105,10 @@ def rows_in_form(record: RolloutRecord, finished: RolloutResult, form: Form) -> 
 def split(rows: Sequence[Trajectory]) -> list[Trajectory]:
     """Split trajectories into one per owned turn, with the whole prompt as context."""
     total = sum(row.owned for row in rows)
-    return [_only(row, turn, total) for row in rows for turn in row.turns]
+    return [_turn_row(row, turn, total) for row in rows for turn in row.turns]
 
 
-def _only(row: Trajectory, turn: TurnRange, total: int) -> Trajectory:
+def _turn_row(row: Trajectory, turn: TurnRange, total: int) -> Trajectory:
     start, end = turn.start, turn.end
     spans = shift_spans(row.versions, start, end)
     return Trajectory(
@@ -118,6 +118,7 @@ def _only(row: Trajectory, turn: TurnRange, total: int) -> Trajectory:
         versions=tuple(VersionSpan(start + s.start, start + s.end, s.low, s.high) for s in spans),
         turns=(turn,),
         weight=(end - start) / total,
+        images=tuple(image for image in row.images if image.start < end),
     )
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 from msgspec import structs
 
 from afield.errors import UsageError
+from afield.settings.trainer import Credit
 from afield.turn_tree import listed, turn_named
 from afield.types import Failure, FailureKind, Group, Outcome, Reason, RolloutResult, TurnStatus
 
@@ -149,9 +150,7 @@ def by_trained_turn(finished: RolloutResult, by_name: Mapping[str, float]) -> di
     return rewards
 
 
-def unused_turn_rewards(
-    groups: Iterable[Group], *, credit: Literal["outcome", "turns"], weights: Mapping[str, float]
-) -> int:
+def unused_turn_rewards(groups: Iterable[Group], *, credit: Credit, weights: Mapping[str, float]) -> int:
     """Number of per-turn rewards that training ignores.
 
     Credit "outcome" ignores all of them; credit "turns" ignores named ones without weights.

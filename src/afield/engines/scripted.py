@@ -153,6 +153,7 @@ class ScriptedEngine:
         answer = self._held(call)
         tokens, finish = _as_sampled(answer, call, self._max_context - len(expanded))
         logprobs = answer.logprobs or tuple(_logprob(token, n) for n, token in enumerate(tokens))
+        logprobs = logprobs[: len(tokens)]
         for start, end in _cuts(answer, len(tokens), call.stream):
             await self._pause(answer.delay_s)
             if start == answer.bump_after:

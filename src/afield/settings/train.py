@@ -41,7 +41,7 @@ from afield.settings.runtimes import (
     SandboxOptions,
 )
 from afield.settings.sessions import SessionPolicies
-from afield.settings.trainer import Advantage, EngineDtype, TrainerOptions
+from afield.settings.trainer import AdvantageEstimator, EngineDtype, TrainerOptions
 from afield.settings.values import check_keys, converted, from_file, merged
 from afield.types import Sampling, check_id
 
@@ -148,7 +148,7 @@ class LearningSettings(SettingsGroup, frozen=True, kw_only=True):
 
     trainer: str = "grpo"
     """Trainer: grpo is the embedded one; veRL and TRL are started by their own commands."""
-    advantage: Advantage = "grpo"
+    advantage: AdvantageEstimator = "grpo"
     """Advantage estimator."""
     lr: Positive | None = None
     """Learning rate; default: 1e-6, with LoRA 1e-5."""

@@ -10,9 +10,17 @@ from msgspec import field
 
 from afield.settings.fields import Bound, Count, CountOrZero, NotNegative, Positive, SettingsGroup
 
-Advantage = Literal["grpo", "remax", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+AdvantageEstimator = Literal[
+    "grpo", "remax", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+]
+Aggregate = Literal["rollout", "token", "constant"]
 Credit = Literal["outcome", "turns"]
+Importance = Literal["token", "sequence", "masked", "off"]
+KLEstimator = Literal["k1", "k2", "k3"]
+LayoutName = Literal["tree", "padded"]
 LossName = Literal["ppo", "cispo", "gspo", "dr_grpo"]
+RoundingName = Literal["stochastic", "nearest"]
+TrainerDtype = Literal["float32", "bfloat16"]
 EngineDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -50,16 +58,16 @@ class TrainerOptions(SettingsGroup, frozen=True, kw_only=True):
     dual_clip: float = 3.0
     """Upper clip of the ratio for tokens with a negative advantage; `inf` switches it off. Used by the losses
     ppo and dr_grpo."""
-    aggregate: Literal["auto", "rollout", "token", "constant"] = "auto"
+    aggregate: Literal["auto", Aggregate] = "auto"
     """Mean of the loss over a batch. `rollout` weighs rollouts equally, `token` tokens, `constant` divides
     each rollout by `length`, `auto` takes the usual one of the loss."""
     length: Count | None = None
     """Tokens that aggregate `constant` divides a rollout by; default: max_tokens times max_calls."""
-    importance: Literal["token", "sequence", "masked", "off"] = "token"
+    importance: Importance = "token"
     """Correction for tokens that an older policy sampled."""
     importance_cap: Annotated[float, Bound(at_least=1)] = 2.0
     """Upper bound of importance weights."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: KLEstimator = "k3"
     """Estimator of the KL penalty."""
     entropy: NotNegative = 0.0
     """Weight of the entropy bonus."""
@@ -74,11 +82,11 @@ class TrainerOptions(SettingsGroup, frozen=True, kw_only=True):
     """Passes over each batch."""
     weight_decay: NotNegative = 0.0
     """AdamW's weight decay."""
-    layout: Literal["tree", "padded"] = "tree"
+    layout: LayoutName = "tree"
     """Layout of a batch. `tree` computes shared prefixes once."""
     max_tokens_per_pass: Count = 16384
     """Tokens of one forward pass. Lower it if memory runs out."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: TrainerDtype = "float32"
     """Dtype of the forward pass."""
     checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
@@ -87,7 +95,7 @@ class TrainerOptions(SettingsGroup, frozen=True, kw_only=True):
     max_logprob_diff: Positive | None = None
     """Largest difference of one token's log-probability between sampler and trainer; a batch above it is
     refused. None only reports it."""
-    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    rounding: RoundingName = "stochastic"
     """Rounding of published weights to the engine's dtype. `nearest` loses updates below its spacing."""
     device: str = ""
     """Torch device; empty is cuda if there is one, else cpu."""

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 
-from afield.advantages import AdvantageEstimator, compute_advantages, rewards_of
+from afield.advantages import compute_advantages, rewards_of
 from afield.batches.rewards import turn_returns, unused_turn_rewards, weigh_rewards
 from afield.batches.rows import Row
 from afield.batches.verification import check_against_turns
@@ -31,22 +31,29 @@ from afield.errors import DamagedFile, Unavailable, UsageError
 from afield.interfaces.trainer import StepReport
 from afield.rounding import PublishedUpdate, Rounding, make_rounding, torch_dtype
 from afield.settings.sessions import Thinking
-from afield.settings.trainer import LoraOptions, LossName
+from afield.settings.trainer import (
+    AdvantageEstimator,
+    Aggregate,
+    Credit,
+    Importance,
+    KLEstimator,
+    LayoutName,
+    LoraOptions,
+    LossName,
+    RoundingName,
+    TrainerDtype,
+)
 from afield.trainers.batch import TrainingBatch, check_rows, to_batch, token_account
 from afield.trainers.diagnostics import BatchDiagnostics
 from afield.trainers.losses import (
     DUAL_CLIP,
     LOSSES,
-    Aggregate,
-    Importance,
-    KLEstimator,
     Objective,
     check_choice,
     compute_loss,
     token_weights,
 )
-from afield.trainers.micro_batches import LayoutName
-from afield.trainers.model import Dtype, PolicyModel, pick_device
+from afield.trainers.model import PolicyModel, pick_device
 from afield.trainers.model_directory import copy_but_weights, replaced
 from afield.trainers.optimizer import Optimizer, Scores
 from afield.trainers.publication import MIN_UPDATE_KEPT
@@ -65,7 +72,6 @@ MODEL = "model"
 """Directory in a checkpoint that holds the model's files except its weights."""
 POLICY = "policy.json"
 UNCHANGED_FILES = ("tokenizer.json", "tokenizer.model", "chat_template.jinja")
-RoundingName = Literal["stochastic", "nearest"]
 
 
 class GRPO:
@@ -108,13 +114,13 @@ class GRPO:
         scale: bool = True,
         advantage: AdvantageEstimator = "grpo",
         rewards: Mapping[str, float] | None = None,
-        credit: Literal["outcome", "turns"] = "outcome",
+        credit: Credit = "outcome",
         discount: float = 1.0,
         seed: int = 0,
         device: str | None = None,
         layout: LayoutName = "tree",
         max_tokens_per_pass: int = 16384,
-        dtype: Dtype = "float32",
+        dtype: TrainerDtype = "float32",
         checkpointing: bool = False,
         lora: LoraOptions | None = None,
         max_logprob_diff: float | None = None,
@@ -166,7 +172,7 @@ class GRPO:
         divided = advantage != "grpo" or (scale and loss != "dr_grpo")
         self.estimator: AdvantageEstimator = advantage if divided else "dr_grpo"
         self.rewards = dict(rewards or {})
-        self.credit: Literal["outcome", "turns"] = credit
+        self.credit: Credit = credit
         self.discount = discount
         self.floor = floor
         self.length = length

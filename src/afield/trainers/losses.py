@@ -14,17 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from afield.errors import UsageError
-from afield.settings.trainer import LossName
-
-Aggregate = Literal["rollout", "token", "constant"]
-Importance = Literal["token", "sequence", "masked", "off"]
-KLEstimator = Literal["k1", "k2", "k3"]
+from afield.settings.trainer import Aggregate, Importance, KLEstimator, LossName
 
 DUAL_CLIP = 3.0
 """Bound on the ratio of a token with a negative advantage (dual clip), for "ppo" and "dr_grpo"."""

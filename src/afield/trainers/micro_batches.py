@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,13 +21,13 @@ from afield.batches.rows import Row
 from afield.bitmasks import restrict
 from afield.errors import UsageError
 from afield.masks import ConstraintMasks
+from afield.settings.trainer import LayoutName
 from afield.trainers.logprobs import chunked_logprobs, gather_hidden, has_linear_head
 from afield.trainers.packing import pack, split
 from afield.trainers.tree_attention import TokenTree
 from afield.types import Image, TurnRange
 from afield.vision import ImageFeatures, PixelInputs, Vision, concat_features
 
-LayoutName = Literal["tree", "padded"]
 MAX_DECODED_IMAGES = 512
 """Decoded images that an `ImageReader` caches."""
 

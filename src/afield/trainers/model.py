@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +22,9 @@ from afield.interfaces.weight_probe import WeightProbe, write_weight_probe
 from afield.masks import ConstraintMasks
 from afield.precision import in_float32
 from afield.rounding import PublishedUpdate, Rounding, torch_dtype, write_rounding
-from afield.settings.trainer import LoraOptions
+from afield.settings.trainer import LayoutName, LoraOptions, TrainerDtype
 from afield.trainers import lora as adapters
-from afield.trainers.micro_batches import ImageReader, LayoutName, Padded
+from afield.trainers.micro_batches import ImageReader, Padded
 from afield.trainers.model_directory import copy_but_weights, load_model, replaced, write_weights
 from afield.trainers.publication import (
     Checkpoint,
@@ -46,7 +46,6 @@ from afield.vision import Vision
 
 log = logging.getLogger("afield.trainers")
 
-Dtype = Literal["float32", "bfloat16"]
 PROBE_LENGTHS = (2, 4, 8, 12, 16)
 """Prompt lengths of the weight probe."""
 
@@ -69,7 +68,7 @@ class PolicyModel:
         path: str | Path,
         *,
         device: torch.device,
-        dtype: Dtype = "float32",
+        dtype: TrainerDtype = "float32",
         lora: LoraOptions | None = None,
         checkpointing: bool = False,
         reference: bool = False,
@@ -77,7 +76,7 @@ class PolicyModel:
     ) -> None:
         self.path = Path(path)
         self.device = device
-        self.dtype: Dtype = dtype
+        self.dtype: TrainerDtype = dtype
         self.lora = lora if lora and lora.rank else None
         self.layout: LayoutName = layout
         self.model = self._load()

@@ -13,10 +13,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from afield.errors import Unavailable, UsageError, boundary
 from afield.model_lock import ALONE
+from afield.settings.trainer import TrainerDtype
 from afield.types import Failure, FailureKind, Reason
 from afield.vision import has_vision
 
@@ -31,7 +32,7 @@ WEIGHTS = (
 )
 
 
-def load_model(path: Path, device: Any, dtype: Literal["float32", "bfloat16"] = "float32") -> Any:
+def load_model(path: Path, device: Any, dtype: TrainerDtype = "float32") -> Any:
     import transformers
 
     if not (path / "config.json").is_file():

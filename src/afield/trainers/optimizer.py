@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from afield.batches.rows import Row
 from afield.errors import UsageError
+from afield.settings.trainer import LayoutName
 from afield.trainers.diagnostics import BatchDiagnostics
 from afield.trainers.losses import LossInputs, LossOutputs
-from afield.trainers.micro_batches import LayoutName, MicroBatch, split_micro_batches, token_logprobs
+from afield.trainers.micro_batches import MicroBatch, split_micro_batches, token_logprobs
 from afield.trainers.model import PolicyModel
 
 SMALL_MODEL = 5_000_000

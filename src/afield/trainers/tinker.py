@@ -20,20 +20,25 @@ import torch
 from msgspec import Struct, field, structs
 from torch import Tensor
 
-from afield.advantages import AdvantageEstimator, compute_advantages
+from afield.advantages import compute_advantages
 from afield.batches.rows import Row
 from afield.batches.verification import check_against_turns
 from afield.errors import UsageError
 from afield.interfaces.engine import Engine
 from afield.rounding import make_rounding
-from afield.settings.trainer import LoraOptions
+from afield.settings.trainer import (
+    AdvantageEstimator,
+    Aggregate,
+    Importance,
+    KLEstimator,
+    LayoutName,
+    LoraOptions,
+    TrainerDtype,
+)
 from afield.trainers.batch import check_rows, to_batch
 from afield.trainers.diagnostics import BatchDiagnostics
 from afield.trainers.losses import (
     LOSSES,
-    Aggregate,
-    Importance,
-    KLEstimator,
     LossInputs,
     LossOutputs,
     Objective,
@@ -41,8 +46,7 @@ from afield.trainers.losses import (
     compute_loss,
     token_weights,
 )
-from afield.trainers.micro_batches import LayoutName
-from afield.trainers.model import Dtype, PolicyModel, pick_device
+from afield.trainers.model import PolicyModel, pick_device
 from afield.trainers.model_directory import replaced
 from afield.trainers.optimizer import LossFunction, Optimizer
 from afield.trainers.sampler import EngineSampler, Prompt, SampledReply
@@ -91,7 +95,7 @@ class Tuner:
         weight_decay: float = 0.0,
         grad_clip: float = 1.0,
         device: str | None = None,
-        dtype: Dtype = "float32",
+        dtype: TrainerDtype = "float32",
         layout: LayoutName = "tree",
         max_tokens_per_pass: int = 16384,
         checkpointing: bool = False,

@@ -208,8 +208,7 @@ class TorchEngine:
         self._fixed_steps = fixed_steps
         self._parameters: list[ModelParameter] = []
         self._masks: ConstraintMasks | None = None
-        # A separate pool: a compile that times out keeps its thread and must not block other executor work.
-        self._compiling = ThreadPoolExecutor(COMPILERS, thread_name_prefix="constraints")
+        self._compilers: ThreadPoolExecutor | None = None
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._outbox: Outbox = {}
         self._lock = threading.Lock()
@@ -223,6 +222,8 @@ class TorchEngine:
 
     async def __aenter__(self) -> Self:
         self._inbox = SimpleQueue()
+        # A separate pool: a compile that times out keeps its thread and must not block other executor work.
+        self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="constraints")
         ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(ready,), name="afield-torch", daemon=True)
         self._thread.start()
@@ -235,6 +236,8 @@ class TorchEngine:
 
     async def __aexit__(self, *exc: object) -> None:
         self._inbox.put(_Stop())
+        if self._compilers is not None:
+            self._compilers.shutdown(wait=False, cancel_futures=True)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
 
@@ -296,7 +299,7 @@ class TorchEngine:
         try:
             async with asyncio.timeout(COMPILE_S):
                 loop = asyncio.get_running_loop()
-                walker = await loop.run_in_executor(self._compiling, self._masks.walk, constraint)
+                walker = await loop.run_in_executor(self._compilers, self._masks.walk, constraint)
         except UsageError as error:
             raise ValueError(str(error)) from error
         except TimeoutError as error:
