@@ -200,6 +200,13 @@ def test_kill_refuses_an_unknown_session_with_the_nearest_ids(
     assert "unknown run 'frist'" in capsys.readouterr().err
 
 
+def test_kill_refuses_a_session_id_that_two_runs_use(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("one", "two"):
+        register(runs.run(name), "train-e0-t0-0.1", ProcessRef.of(os.getpid()), runtime="process")
+    assert main(["kill", "train-e0-t0-0.1"]) == 2
+    assert "runs in one, two; choose one with --run" in capsys.readouterr().err
+
+
 def test_kill_ends_the_process_of_a_session_but_not_the_controller(runs: Runs, run_json: RunJson) -> None:
     run = runs.run("first")
     controller = runs.process_controller(run, {"do": "hang"})

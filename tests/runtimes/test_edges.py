@@ -9,17 +9,14 @@ import resource
 import shutil
 import signal
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from tests.cli.test_sessions import dead, register
+from tests.cli.test_sessions import dead
 from tests.orchestrator.test_verifier import half, hand_in, judged
 from tests.runtimes.test_agentcore import opened, serving
 from tests.runtimes.test_registry import Elsewhere
@@ -32,7 +29,6 @@ from afield.agentcore_local.images import AgentImage
 from afield.agentcore_local.quotas import CallCounts, Quotas
 from afield.agentcore_local.requests import Lifecycle
 from afield.agentcore_local.sessions import LocalSessions, SessionSpec, Timings
-from afield.cli.main import main
 from afield.errors import InfrastructureFailure, Unavailable, UsageError
 from afield.interfaces.runtime import Phase
 from afield.local_sandbox import fork_server
@@ -40,7 +36,7 @@ from afield.orchestrator.state import RunDirectory
 from afield.ratelimit import Unlimited
 from afield.runtimes.inline import InlineRuntime
 from afield.runtimes.process import ProcessRuntime
-from afield.runtimes.registry import ProcessRef, SessionRegistry, TrackedRuntime
+from afield.runtimes.registry import SessionRegistry, TrackedRuntime
 from afield.runtimes.sandbox import SandboxRuntime
 from afield.settings.environment import Environment
 from afield.settings.runtimes import ResourceLimits, SandboxOptions
@@ -264,41 +260,6 @@ def test_verifiers_of_two_runs_are_told_apart(tmp_path: Path) -> None:
         judges: Any = factory.verifier_runtime(config, RunDirectory(tmp_path / run), carrier)
         names |= {agents.runtime._name, judges.runtime._name}
     assert len(names) == 4
-
-
-@pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("AFIELD_RUNS", str(tmp_path / "runs"))
-    for name in ("one", "two"):
-        path = tmp_path / "runs" / name
-        path.mkdir(parents=True)
-        (path / "run.json").write_bytes(
-            msgspec.json.encode(TrainConfig(model="m", agent=f"{ACTING}:act", runtime="process"))
-        )
-    return tmp_path / "runs"
-
-
-def test_a_session_that_two_runs_have_is_not_killed_until_it_is_said_whose(
-    runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("one", "two"):
-        register(runs / name, "train-e0-t0-0.1", ProcessRef.of(os.getpid()), runtime="process")
-    assert main(["kill", "train-e0-t0-0.1"]) == 2
-    assert "one, two" in (said := capsys.readouterr().err) and "--run" in said
-
-
-def test_killing_a_session_of_a_warm_worker_tells_what_ends_with_it(
-    runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
-    roster = SessionRegistry(runs / "one" / "sessions.sqlite")
-    for session_id in ("a.1", "b.1"):
-        register(runs / "one", session_id, ProcessRef.of(os.getpid()), runtime="process")
-        roster.update(session_id, Phase.RUNNING, f"pid {worker.pid} (worker-1-1.log)")
-    roster.close()
-    assert main(["kill", "a.1"]) == 0
-    assert f"pid {worker.pid} has ended, and with it what it served beside: b.1" in capsys.readouterr().out
-    assert worker.wait(10) == -signal.SIGTERM
 
 
 async def test_a_run_does_not_go_on_elsewhere_while_its_old_place_may_still_run_something(
