@@ -41,9 +41,9 @@ def client(
     model_id: str = "policy",
     workers: int = 2,
     process_per_rollout: bool = False,
-    pace: RateLimits | None = None,
+    rate_limits: RateLimits | None = None,
     limiter_file: str | Path | None = None,
-    watcher: RolloutObserver | None = None,
+    observer: RolloutObserver | None = None,
     options: Mapping[str, Any] | None = None,
     **values: Any,
 ) -> RolloutClient:
@@ -80,8 +80,8 @@ def client(
         runtime=agents,
         transport=outcomes,
         run=run,
-        observer=watcher,
-        limiter=factory.limiter(config, pace, limiter_file),
+        observer=observer,
+        limiter=factory.limiter(config, rate_limits, limiter_file),
     )
 
 

@@ -245,7 +245,7 @@ def test_malformed_columns_are_refused_with_rollout_and_turn(change: dict, says:
         ({"rollout_id": "g-9"}, r"rollout g-9, turn t1: the batch has no record"),
         ({"score": 0.5}, r"rollout g-1, turn t1: group, score, rewards or failure differ"),
         ({"attempts": 2}, r"rollout g-1, turn t1: 2 attempts"),
-        ({"row": 1}, r"rollout g-1, turn t1: its rows are numbered \[1, 1\]"),
+        ({"row": 1}, r"rollout g-1, turn t1: row numbers \[1, 1\] must be 0, 1, 2"),
         ({"weight": 0.1}, r"rollout g-1, turn t1: the weights of its rows add up to 0.5"),
     ],
 )

@@ -115,7 +115,7 @@ def test_a_reward_of_a_turn_that_is_not_there_names_rollout_and_turn(name: str) 
 
 
 def test_two_rewards_for_one_turn_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"rollout g-1, turn '0' has two rewards; it is t1"):
+    with pytest.raises(UsageError, match=r"rollout g-1, turn '0' has two rewards: it is turn t1"):
         turn_rewards(branching("g-1", 0.0, turn_rewards={"t1": 1.0, "0": 1.0}))
 
 

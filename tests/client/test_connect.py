@@ -52,7 +52,10 @@ def test_a_named_agent_runs_in_processes_and_a_function_in_threads(gateway: Thre
         assert client.submit(row, input_id="a").result(60).outcome.reward == 1.0
     assert (outcomes / "exp" / "commits" / "exp-a-r0.1.json").exists()
     with opened(
-        gateway, agent=yes_agent, pace=RateLimits(rate_per_s=100), limiter_file=gateway.root / "limiter"
+        gateway,
+        agent=yes_agent,
+        rate_limits=RateLimits(rate_per_s=100),
+        limiter_file=gateway.root / "limiter",
     ) as client:
         assert len(client.submit(row, input_id="b").result(60).turns) == 1
         assert client.submit(row, input_id="a").result(60).rollout.id == "exp-a-r0"  # from before
@@ -153,10 +156,10 @@ def test_the_page_lists_what_open_takes_and_what_a_future_has() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pace", "wanted"),
+    ("limits", "wanted"),
     [
         (None, RateLimits(rate_per_s=5.0, stop_per_s=7.0, cold_start_s=3.0)),
-        # As the veRL integration gives it, when nothing is set gateway.
+        # As the veRL integration gives it, when nothing is set there.
         (RateLimits(), RateLimits(rate_per_s=5.0, stop_per_s=7.0, cold_start_s=3.0)),
         (
             RateLimits(rate_per_s=2.0, starting=4),
@@ -165,7 +168,7 @@ def test_the_page_lists_what_open_takes_and_what_a_future_has() -> None:
     ],
 )
 def test_a_place_with_quotas_is_asked_at_its_own_rate(
-    tmp_path: Path, pace: RateLimits | None, wanted: RateLimits
+    tmp_path: Path, limits: RateLimits | None, wanted: RateLimits
 ) -> None:
     quotas = {"rate": 5.0, "stop_rate": 7.0, "cold_start_s": 3.0}
     arn = "arn:aws:bedrock-agentcore:us-west-2:123456789012:runtime/math-0123456789"
@@ -176,11 +179,11 @@ def test_a_place_with_quotas_is_asked_at_its_own_rate(
         runtime="agentcore",
         options={"arn": arn, **quotas},
         transport="s3://bucket",
-        pace=pace,
+        rate_limits=limits,
     )
     train = converted(
         {"model": "", "runtime": "agentcore", "agentcore": {"arn": arn, **quotas}}, TrainConfig, "test"
     )
     assert isinstance(client.limiter, LocalLimiter)
     assert client.limiter.pace == wanted
-    assert factory.limiter(train, pace).pace == wanted
+    assert factory.limiter(train, limits).pace == wanted

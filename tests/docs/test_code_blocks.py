@@ -18,7 +18,7 @@ import pytest
 from support.gateways import ADMIN, POLICY
 from support.pages import DOCS, PAGES, README, blocks, names, page_name
 from support.paths import ROOT
-from support.processes import afield, finish, start, summary
+from support.processes import afield, finish, start, summary, unlearned
 
 LIVE = [
     DOCS / "reference" / "http-api.md",
@@ -47,9 +47,10 @@ def test_python_block_runs(page: Path, code: str) -> None:
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a gateway with the demo's policy."""
+    """Address of a gateway with a scripted engine."""
+    folder = tmp_path_factory.mktemp("gateway")
     arguments = ("--model", POLICY, "--port", 0, "--admin-key", ADMIN, "--json")
-    process = start(tmp_path_factory.mktemp("gateway"), "gateway", *arguments)
+    process = start(folder, "gateway", *arguments, *unlearned(folder)[:2])
     assert process.stdout is not None
     try:
         yield json.loads(process.stdout.readline())["url"]
@@ -98,7 +99,7 @@ def test_readme_commands_train_and_show_a_run(tmp_path: Path) -> None:
     demo, show, train = (line.partition("#")[0].split() for line in blocks(README, "console")[0].splitlines())
     assert demo == ["$", "make", "demo"]
     arguments = [str(POLICY) if word == "path/to/hf-model" else word for word in train[2:]]
-    sizes = ("--steps", 1, "--tasks-per-step", 2, "--rollouts", 2, "--json")
+    sizes = ("--steps", 1, "--tasks-per-step", 2, "--rollouts", 2, "--json", *unlearned(tmp_path))
     code, out, err = afield(tmp_path, *arguments, *sizes)
     assert code == 0, err
     assert summary(out)["rollouts"] == 4

@@ -189,7 +189,7 @@ async def test_a_server_that_misbehaves_is_unavailable_and_named(
     ("fault", "complaint"),
     [
         ("error", "failed in the middle of a reply: out of memory"),
-        ("no end", "ended a stream without a finish, after 5"),
+        ("no end", "ended a stream without a finish reason after 5"),
     ],
 )
 async def test_a_stream_that_ends_early_is_unavailable(fault: str, complaint: str) -> None:

@@ -187,7 +187,7 @@ def test_a_loss_may_be_a_function(tuner):
     own = tuner.forward_backward(data, reinforce)
     assert own.loss == pytest.approx(word.loss)
     with pytest.raises(
-        UsageError, match=r"a loss function returned \(\) losses for \d+ tokens; one for each"
+        UsageError, match=r"a loss function returned \(\) losses for \d+ tokens; return one loss per token"
     ):
         tuner.forward_backward(data, lambda seen: seen.logp.sum())
 

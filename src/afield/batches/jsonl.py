@@ -73,9 +73,7 @@ def _read(path: Path, lines: Iterator[tuple[int, bytes]]) -> Batch | TreeBatch:
     else:
         columns = tuple(_row(path, lines, RowColumns) for _ in range(head.rows))
     if (more := next(lines, None)) is not None:
-        raise UsageError(
-            f"{path} line {more[0]}: there is more than the {head.rows} rows that its head names"
-        )
+        raise UsageError(f"{path} line {more[0]}: more rows than the {head.rows} that its header states")
     with usage_errors(f"{path} does not line up"):
         if head.form == "tree":
             return TreeBatch(nodes=nodes, rollouts=rollouts)

@@ -139,7 +139,7 @@ def by_trained_turn(finished: RolloutResult, by_name: Mapping[str, float]) -> di
         if turn_id is None:
             raise UsageError(f"{where} has a reward, and there is no such turn; it has: {listed(turn_ids)}")
         if turn_id in named:
-            raise UsageError(f"{where} has two rewards; it is {turn_id}, which was named already")
+            raise UsageError(f"{where} has two rewards: it is turn {turn_id}, which already has one")
         named[turn_id] = value
     rewards: dict[str, float] = {}
     before, owned = None, set(trained)

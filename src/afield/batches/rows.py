@@ -423,7 +423,7 @@ def record_of_row(row: Row, records: Mapping[str, RolloutRecord]) -> RolloutReco
 def check_rollout(rows: list[Row]) -> None:
     """Check that the rows of one rollout are complete and that no two own the same turn."""
     if [row.index for row in rows] != list(range(len(rows))):
-        raise ValueError(f"{rows[0].where}: its rows are numbered {[row.index for row in rows]}")
+        raise ValueError(f"{rows[0].where}: row numbers {[row.index for row in rows]} must be 0, 1, 2, ...")
     turns = [turn for row in rows for turn in row.turns]
     seen: set[str] = set()
     for turn in turns:

@@ -239,7 +239,7 @@ SAID = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summa
 def _responses(body: dict[str, Any]) -> ClientRequest:
     for name in ("previous_response_id", "conversation", "prompt"):
         if body.get(name) is not None:
-            raise UnknownShape(f"{name}, whose history the request does not hold")
+            raise UnknownShape(f"{name}: the request does not contain the history that it names")
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given or []
     messages: list[ClientMessage] = []

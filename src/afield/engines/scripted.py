@@ -335,7 +335,7 @@ class ScriptRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if (self.text is not None) + bool(self.one_of) + bool(self.token_ids) > 1:
-            raise ValueError("a row has text, one_of or token_ids, not several of them")
+            raise ValueError("a row has exactly one of text, one_of and token_ids")
         if self.text is None and not self.one_of:
             self.answer(self.token_ids)
 

@@ -80,7 +80,7 @@ def build_argv(
     check_text("cwd", cwd or "")
     for name, value in (env or {}).items():
         if not name or "=" in name:
-            raise UsageError(f"env: {name!r} is no name of a variable; it must not be empty nor have an '='")
+            raise UsageError(f"env: {name!r} is not a variable name: it must not be empty or contain '='")
         check_text("env", name)
         check_text("env", value)
     return argv

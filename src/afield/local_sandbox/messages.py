@@ -68,7 +68,7 @@ class Program(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.target, self.script, self.argv))) > 1:
-            raise UsageError("a program is one of target, script and argv, not several of them")
+            raise UsageError("a program has exactly one of target, script and argv")
         if self.root and (self.target or self.script):
             raise UsageError(f"root {self.root!r} has no Python of ours: only commands run there")
 

@@ -35,7 +35,7 @@ class ServerSettings(SettingsGroup, frozen=True, kw_only=True):
     admin_key: Annotated[str, Metavar("KEY")] = ""
     """Key of trainers and collectors, or AFIELD_ADMIN_KEY; on loopback one is generated and printed."""
     admin_key_file: FilePath = ""
-    """File with the admin key, mode 0600."""
+    """File that contains the admin key; its mode must be 0600."""
     secret_file: FilePath = ""
     """File of the secret that signs session keys; by default in ~/.local/state/afield/gateways."""
     store: Annotated[str, Metavar("DIR"), PATH] = "gateway-store"
@@ -79,15 +79,15 @@ class LimitSettings(SettingsGroup, frozen=True, kw_only=True):
     title: ClassVar[str] = "Limits"
 
     max_submission_mb: Count = 16
-    """MiB of one outcome or reward."""
+    """Largest size of one outcome or reward, in MiB."""
     max_session_mb: Count = 256
-    """MiB of one session's requests in flight at once, decompressed."""
+    """Largest size of all concurrent requests of one session, in MiB, decompressed."""
     max_rewards: Count = 10_000
-    """Rewards of one session."""
+    """Largest number of rewards per session."""
     max_connections: Count = 16_384
-    """Connections from one address at once, in each process."""
+    """Largest number of concurrent connections from one address, in each process."""
     path_keys: bool = False
-    """Put the session's key into its base URL, for clients that cannot send one."""
+    """Put the session key into the base URL, for clients that cannot send a key."""
 
 
 class GatewaySettings(EngineSettings, ServerSettings, LimitSettings, frozen=True, kw_only=True):

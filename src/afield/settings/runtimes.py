@@ -41,7 +41,7 @@ class ResourceLimits(SettingsGroup, frozen=True, kw_only=True):
 def _check_env(env: Mapping[str, str]) -> None:
     for name, value in env.items():
         if not name or "=" in name or "\0" in name:
-            raise ValueError(f"env: {name!r} is no name of a variable; it must not be empty nor have an '='")
+            raise ValueError(f"env: {name!r} is not a variable name: it must not be empty or contain '='")
         if "\0" in value:
             raise ValueError(f"env: the value of {name} has a NUL character, which no system takes")
 

@@ -86,13 +86,14 @@ class CollectSettings(SettingsGroup, frozen=True, kw_only=True):
     title: ClassVar[str] = "Collecting"
 
     mode: Literal["sync", "one-step-off", "async"] = "sync"
-    """Whether collecting waits for training."""
+    """Order of collecting and training: sync alternates them, one-step-off collects the next step while one
+    trains, async does not wait."""
     max_staleness: int | None = None
-    """Policy versions between sampling and training; default in mode async: 2."""
+    """Largest number of policy versions between sampling and training; default in mode async: 2."""
     on_stale: Literal["drop", "correct"] = "drop"
     """Groups that are staler than allowed: drop them, or correct with importance weights."""
     quorum: Count = 2
-    """Rewards that a group needs to be trained."""
+    """Smallest number of rewards with which a group is trained."""
     extra: CountOrZero = 0
     """Rollouts started beyond `rollouts`; the slowest are cancelled."""
     straggler_s: Positive | None = None
@@ -134,11 +135,11 @@ class SamplingSettings(SettingsGroup, frozen=True, kw_only=True):
     temperature: Positive = 1.0
     """Sampling temperature. Requests cannot change it unless client_sampling says so."""
     max_tokens: Count = 512
-    """Tokens sampled per model call."""
+    """Largest number of tokens sampled per model call."""
     max_calls: Count | None = None
-    """Model calls per attempt."""
+    """Largest number of model calls per attempt."""
     max_context: Count | None = None
-    """Tokens of prompt and reply per model call."""
+    """Largest number of tokens of prompt and reply per model call."""
 
 
 class LearningSettings(SettingsGroup, frozen=True, kw_only=True):
@@ -258,12 +259,16 @@ class TrainConfig(
         check_gateway_address(self)
         if self.deliver == "store" and self.runtime_name in NO_FILES:
             raise ValueError(
-                f"deliver = 'store' is out of reach in a {self.runtime_name}; leave it out, or 'gateway'"
+                f"agents in a {self.runtime_name} cannot reach the store; leave deliver out, or use 'gateway'"
             )
         if self.gateway_url and not (self.gateway_port or self.gateway):
-            raise ValueError("gateway_url says how agents reach our gateway; give its gateway_port as well")
+            raise ValueError(
+                "gateway_url is the address of the started gateway for agents; give its gateway_port as well"
+            )
         if self.deliver == "store" and self.verifier:
-            raise ValueError("a verifier gets what agents hand in at the gateway; leave deliver out")
+            raise ValueError(
+                "a verifier gets submissions from the gateway; use deliver = 'gateway' or leave it out"
+            )
 
     def _check_staleness(self) -> None:
         staleness, fixed = self.max_staleness, STALENESS[self.mode]
@@ -273,7 +278,7 @@ class TrainConfig(
             )
         if self.mode != "async" and staleness not in (None, fixed):
             raise ValueError(
-                f"max_staleness = {staleness} belongs to mode async; in mode {self.mode} it is {fixed}"
+                f"max_staleness = {staleness} needs mode async; mode {self.mode} has a staleness of {fixed}"
             )
 
     @property
@@ -322,7 +327,7 @@ def train_config(file: Path | None, flags: Mapping[str, Any], **defaults: Any) -
     values = from_file(file, TrainConfig, "train") if file else {}
     values = merged(values, {key: value for key, value in flags.items() if value is not None})
     if "steps" in values and "epochs" in values:
-        raise UsageError("steps and epochs both say how long a run is; give one of them")
+        raise UsageError("steps and epochs both set the length of a run; give one of them")
     return build(merged(defaults, values), str(file) if file else "the command line")
 
 

@@ -108,7 +108,7 @@ class TrainerOptions(SettingsGroup, frozen=True, kw_only=True):
         if not self.dual_clip > 1:
             raise ValueError(f"dual_clip = {self.dual_clip} must be above 1; inf switches it off")
         if self.clip and (len(self.clip) != 2 or not all(0 <= part < math.inf for part in self.clip)):
-            raise ValueError(f"clip = {list(self.clip)} must be two numbers, how far below and above 1")
+            raise ValueError(f"clip = {list(self.clip)} must be two numbers: the distances below and above 1")
 
 
 def check_reward_weights(weights: Mapping[str, float]) -> None:

@@ -127,7 +127,7 @@ def check_rows(
             )
         if len(row.advantages) != len(turns):
             raise UsageError(
-                f"{row.where}: {len(row.advantages)} advantages for {len(turns)} turns; one for each"
+                f"{row.where}: {len(row.advantages)} advantages for {len(turns)} turns; give one per turn"
             )
         _check_turns(row)
 

@@ -383,7 +383,7 @@ def _custom_loss(inputs: LossInputs, function: TokenLossFunction) -> LossOutputs
     if losses.shape != inputs.logp.shape:
         raise UsageError(
             f"a loss function returned {tuple(losses.shape)} losses for {len(inputs.logp)} tokens;"
-            " one for each"
+            " return one loss per token"
         )
     ratio = torch.exp(inputs.logp - inputs.proximal).detach()
     none = torch.zeros_like(ratio, dtype=torch.bool)

@@ -140,7 +140,7 @@ class SglangEngine(RemoteEngine):
                 elif chunk.token_ids:
                     yield chunk
         if last is None:
-            raise Unavailable(f"{self.url} ended a stream without a finish, after {seen} tokens")
+            raise Unavailable(f"{self.url} ended a stream without a finish reason after {seen} tokens")
         yield last
 
     async def _reads(self, body: dict[str, Any], lease: AdapterLease | None) -> AsyncGenerator[bytes]:

@@ -244,7 +244,7 @@ class VllmEngine(RemoteEngine):
                 elif chunk.token_ids:
                     yield chunk
         if last is None:
-            raise Unavailable(f"{self.url} ended a stream without a finish, after {length} tokens")
+            raise Unavailable(f"{self.url} ended a stream without a finish reason after {length} tokens")
         if (lowest := await self._lowest(low, lease)) < low:
             last = structs.replace(last, versions=(VersionSpan(0, length, lowest, lowest),), low=lowest)
         yield last

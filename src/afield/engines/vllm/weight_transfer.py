@@ -113,4 +113,4 @@ class VllmTransfer:
                 message = error.read()[:SHOWN].decode(errors="replace")
             raise Unavailable(f"{self.url} answers {error.code} to {path}: {message}") from error
         except OSError as error:
-            raise Unavailable(f"{self.url} cannot be asked {path}: {error}") from error
+            raise Unavailable(f"{self.url} does not answer {path}: {error}") from error

@@ -101,7 +101,9 @@ class RunContainers:
         while True:
             found = await self.find(session_id)
             if found is None:
-                raise InfrastructureFailure(f"container {name} is gone: somebody removed it", Reason.DIED)
+                raise InfrastructureFailure(
+                    f"container {name} is gone: another program removed it", Reason.DIED
+                )
             if phase_of(found["State"]["Status"]) is Phase.ENDED:
                 tail = await self._engine.logs(name)
                 what = " ".join((self._options.image, *self._options.command))

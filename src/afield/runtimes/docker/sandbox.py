@@ -295,7 +295,9 @@ class ContainerSandbox:
     async def _sandbox_error(self, why: object) -> InfrastructureFailure:
         found = await self._engine.inspect(self._name)
         if found is None:
-            return InfrastructureFailure("the sandbox is gone: somebody removed its container", Reason.DIED)
+            return InfrastructureFailure(
+                "the sandbox is gone: another program removed its container", Reason.DIED
+            )
         if not found["State"]["Running"]:
             said = describe_exit(found["State"], self._options.limits)
             return InfrastructureFailure(f"the sandbox {said}", Reason.DIED)
