@@ -12,14 +12,13 @@ import pytest
 
 from afield import factory
 from afield.cli.main import main
-from afield.conformance.client import ClientCommand, Stage
-from afield.conformance.foreign import suites
-from afield.conformance.foreign.patterns import example
-from afield.conformance.foreign.rule_model import RuleModel, read_prompt
-from afield.conformance.foreign.suite import CaseResult, ForeignSuite, judge
-from afield.conformance.foreign.values import Values, places
+from afield.conformance.clients.base import ClientCommand, Stage
 from afield.conformance.model import CONTROL, IMAGE, SWITCHABLE_TEMPLATE, write_model
-from afield.conformance.suite import serving
+from afield.conformance.runner import serving
+from afield.conformance.suites import registry
+from afield.conformance.suites.rule_model import RuleModel, read_prompt
+from afield.conformance.suites.runner import CaseResult, ForeignSuite, judge
+from afield.conformance.suites.values import Values, example, places
 from afield.errors import Unavailable
 from afield.interfaces import SessionSpec
 
@@ -89,7 +88,7 @@ def test_the_command_prints_every_suite_and_ends_with_json(
         ),
         "lost": ForeignSuite(name="lost", install=unreachable, command=lambda s, v: ClientCommand(())),
     }
-    monkeypatch.setattr(suites, "SUITES", table)
+    monkeypatch.setattr(registry, "SUITES", table)
     assert main(["conformance", "--suites", "good", "away", "--json"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert "not ours: x/u: audio" in out[1] and "skipped: no network" in out[3]

@@ -16,17 +16,15 @@ from msgspec import Struct, structs
 
 from afield.chat.vocabulary import Vocabulary
 from afield.cli.main import main
-from afield.conformance import suite
-from afield.conformance.captured import CapturedRequest, captured
-from afield.conformance.client import Client, ClientCommand, Stage
+from afield.conformance import runner
 from afield.conformance.clients import CLIENTS, chosen
+from afield.conformance.clients.base import Client, ClientCommand, Stage
 from afield.conformance.decoders import ClientCall, ClientMessage, ClientRequest, UnknownShape, decode
 from afield.conformance.environments import interpreter, python_environment
-from afield.conformance.families import CHATML, families, hermes, qwen_xml
-from afield.conformance.faults import Faults
 from afield.conformance.judge import Verdict, judge
-from afield.conformance.model import write_model
+from afield.conformance.model import CHATML, families, hermes, qwen_xml, write_model
 from afield.conformance.oracle import Oracle, Renderer, fold_system
+from afield.conformance.proxy import CapturedRequest, Faults, captured
 from afield.conformance.scenario import (
     LONG,
     ModelReply,
@@ -107,7 +105,7 @@ def anyio_backend() -> str:
 async def judged(tmp_path_factory: pytest.TempPathFactory, anyio_backend: str) -> Judged:
     """A walk of ten turns with a 500 and a lost connection on the way."""
     folder = tmp_path_factory.mktemp("walk")
-    async with suite.gateway(COURSE, folder) as up:
+    async with runner.gateway(COURSE, folder) as up:
         ticket = await up.gateway.open(SessionSpec(id="walk"))
         await walk(f"http://127.0.0.1:{up.port}/s/walk/v1", ticket.api_key)
         assert up.faults.fired == {"main-3": NetworkFault.REFUSE, "main-5": NetworkFault.CUT}
@@ -613,7 +611,7 @@ async def test_a_lost_answer_is_complete_for_the_gateway_and_broken_for_its_clie
         clean=clean,
     )
     body: Any = {"messages": [{"role": "user", "content": marker("main", 0)}], "stream": stream}
-    async with suite.gateway(course, tmp_path) as up, aiohttp.ClientSession() as http:
+    async with runner.gateway(course, tmp_path) as up, aiohttp.ClientSession() as http:
         ticket = await up.gateway.open(SessionSpec(id="lost"))
         url = f"http://127.0.0.1:{up.port}/s/lost/v1/chat/completions"
         headers, received = {"Authorization": f"Bearer {ticket.api_key}"}, b""
@@ -650,13 +648,13 @@ def client(code: str) -> Client:
 
 
 async def test_a_client_that_does_nothing_is_not_ok(tmp_path: Path):
-    verdict = await suite.check(client("pass"), tmp_path, tmp_path / "run", "")
+    verdict = await runner.check(client("pass"), tmp_path, tmp_path / "run", "")
     assert "never asked at 'main-0'" in verdict.problems
     assert "the fault at main-3 never happened" in verdict.problems
 
 
 async def test_a_client_that_fails_is_not_ok(tmp_path: Path):
-    verdict = await suite.check(client("raise SystemExit(3)"), tmp_path, tmp_path / "run", "")
+    verdict = await runner.check(client("raise SystemExit(3)"), tmp_path, tmp_path / "run", "")
     assert "ended with code 3" in verdict.problems[0]
 
 
@@ -664,7 +662,7 @@ async def test_a_client_that_cannot_be_installed_is_skipped_with_the_reason_and_
     def install(cache: Path) -> Path:
         raise Unavailable("npm is not installed here")
 
-    verdict = await suite.check(
+    verdict = await runner.check(
         structs.replace(client("pass"), install=install), tmp_path, tmp_path / "run", ""
     )
     assert verdict.problems == ("skipped: npm is not installed here",)

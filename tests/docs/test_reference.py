@@ -15,8 +15,8 @@ from afield.chat.escape import POLICIES
 from afield.chat.parsers.formats import FORMATS, HARMONY
 from afield.chat.tokenizer import THINKING
 from afield.cli.report import Summary
-from afield.conformance.client import ClientCommand, Stage
 from afield.conformance.clients import CLIENTS
+from afield.conformance.clients.base import ClientCommand, Stage
 from afield.exclusions import REASONS, SIDE_CALL_HEADER, SideCalls
 from afield.factory import ENGINES, RUNTIMES
 from afield.gateway import admin_api, dialects, prompts, sessions, stored_responses

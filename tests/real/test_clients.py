@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from afield.conformance.clients import CLIENTS
-from afield.conformance.families import CHATML, QWEN, TemplateFamily
-from afield.conformance.suite import check
+from afield.conformance.model import CHATML, QWEN, TemplateFamily
+from afield.conformance.runner import check
 from afield.settings.environment import Environment
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]

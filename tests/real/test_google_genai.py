@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from afield.conformance.client import from_pypi
-from afield.conformance.foreign.suites import GENAI
+from afield.conformance.clients.base import from_pypi
+from afield.conformance.suites.registry import GENAI
 from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.errors import Unavailable
 from afield.interfaces import SessionSpec

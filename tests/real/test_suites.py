@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from afield.conformance.foreign.suite import check_suite
-from afield.conformance.foreign.suites import SUITES
+from afield.conformance.suites.registry import SUITES
+from afield.conformance.suites.runner import check_suite
 from afield.settings.environment import Environment
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]

@@ -49,7 +49,7 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from afield.conformance.clients import chosen
-    from afield.conformance.families import families
+    from afield.conformance.model import families
 
     if args.keep and args.keep.exists() and any(args.keep.iterdir()):
         raise UsageError(f"{args.keep} is not empty; give --keep a new folder")
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_suites(args: argparse.Namespace) -> int:
-    from afield.conformance.foreign.suites import chosen_suites
+    from afield.conformance.suites.registry import chosen_suites
 
     if args.template:
         raise UsageError("--template is for clients; suites run on a template of their own")
@@ -82,7 +82,7 @@ def _run_suites(args: argparse.Namespace) -> int:
 
 
 def _check_suite(suite: Any, folder: Path) -> Any:
-    from afield.conformance.foreign.suite import check_suite
+    from afield.conformance.suites.runner import check_suite
 
     path = agent_environment().get("PATH", "")
     result = asyncio.run(check_suite(suite, Environment.read().envs, folder, path))
@@ -107,7 +107,7 @@ def _counts(result: Any) -> dict[str, Any]:
 
 
 def _check(client: Any, family: Any, folder: Path) -> Any:
-    from afield.conformance.suite import check
+    from afield.conformance.runner import check
 
     path = agent_environment().get("PATH", "")
     place = folder / client.name / family.name

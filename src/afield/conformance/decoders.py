@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from afield.conformance.captured import CapturedRequest
+from afield.conformance.proxy import CapturedRequest
 
 BILLING = "x-anthropic-billing-header:"
 JSON_TYPES = ("STRING", "NUMBER", "INTEGER", "BOOLEAN", "ARRAY", "OBJECT", "NULL")

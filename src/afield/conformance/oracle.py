@@ -27,9 +27,9 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec import Struct
 
-from afield.conformance.captured import CapturedRequest
 from afield.conformance.decoders import ClientCall, ClientMessage, ClientRequest, UnknownShape, decode
-from afield.conformance.families import TemplateFamily
+from afield.conformance.model import TemplateFamily
+from afield.conformance.proxy import CapturedRequest
 from afield.conformance.scenario import ModelReply, NetworkFault
 
 HEADER = "<|im_start|>"

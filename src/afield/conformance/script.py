@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from afield import factory
-from afield.conformance.families import CHATML, TemplateFamily
-from afield.conformance.model import CONTROL, MARKERS
+from afield.conformance.model import CHATML, CONTROL, MARKERS, TemplateFamily
 from afield.conformance.scenario import ModelReply, NetworkFault, Scenario, last_marker
 from afield.interfaces import GenerateRequest
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from afield.conformance.client import TASK, Client, ClientCommand, Stage, from_npm
+from afield.conformance.clients.base import TASK, Client, ClientCommand, Stage, from_npm
 from afield.conformance.scenario import (
     ABANDONED,
     ABORTED,

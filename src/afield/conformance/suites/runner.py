@@ -19,10 +19,10 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from afield import factory
-from afield.conformance.client import ClientCommand, Stage, run
-from afield.conformance.foreign.rule_model import RuleModel
+from afield.conformance.clients.base import ClientCommand, Stage, run
 from afield.conformance.model import CONTROL, IMAGE, SWITCHABLE_TEMPLATE, write_model
-from afield.conformance.suite import Serving, serving
+from afield.conformance.runner import Serving, serving
+from afield.conformance.suites.rule_model import RuleModel
 from afield.errors import Unavailable
 from afield.interfaces import SessionSpec
 from afield.types import Sampling

@@ -1,28 +1,28 @@
-"""Registry of conformance clients, by name."""
+"""Conformance clients: coding agents and agent frameworks, by name."""
 
 from __future__ import annotations
 
-from afield.conformance import frameworks, terminals, terminus
-from afield.conformance.client import Client
+from afield.conformance.clients import coding_agents, frameworks
+from afield.conformance.clients.base import Client
 from afield.errors import UsageError
 
 _ALL = (
-    terminals.CLAUDE_CODE,
-    terminals.CODEX,
-    terminals.OPENCODE,
+    coding_agents.CLAUDE_CODE,
+    coding_agents.CODEX,
+    coding_agents.OPENCODE,
     frameworks.MINI,
     frameworks.STRANDS,
     frameworks.LANGGRAPH,
     frameworks.AGENTS,
     frameworks.AGENTS_CHAT,
-    terminus.TERMINUS,
+    frameworks.TERMINUS,
     frameworks.PYDANTIC,
     frameworks.SMOLAGENTS,
     frameworks.LITELLM,
     frameworks.LITELLM_GEMINI,
     frameworks.ADK,
-    terminals.QWEN_CODE,
-    terminals.GEMINI_CLI,
+    coding_agents.QWEN_CODE,
+    coding_agents.GEMINI_CLI,
 )
 CLIENTS: dict[str, Client] = {client.name: client for client in _ALL}
 

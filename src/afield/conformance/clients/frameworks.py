@@ -1,11 +1,28 @@
-"""Conformance clients: agents on Python frameworks, and mini-swe-agent."""
+"""Conformance clients: agents on Python frameworks, mini-swe-agent and Terminus 2."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 
-from afield.conformance.client import SCRIPTS, TASK, Client, ClientCommand, Stage, from_pypi
-from afield.conformance.scenario import ABORTED, Answer, ModelReply, ToolUse, marker, shell, steps
+import msgspec
+
+from afield.conformance.clients.base import AGENT_SCRIPTS, TASK, Client, ClientCommand, Stage, from_pypi
+from afield.conformance.judge import ServedCall
+from afield.conformance.scenario import (
+    ABORTED,
+    FAULTS,
+    LEFT_OUT,
+    LONG,
+    Answer,
+    ModelReply,
+    NetworkFault,
+    Scenario,
+    ToolUse,
+    marker,
+    shell,
+    steps,
+)
 
 # --- mini-swe-agent ------------------------------------------------------------------------------
 
@@ -55,7 +72,9 @@ def _script(name: str, *more: str) -> Callable[[Stage], list[ClientCommand]]:
     def commands(stage: Stage) -> list[ClientCommand]:
         session = (stage.openai_base_url, stage.api_key, stage.model)
         return [
-            ClientCommand((str(stage.programs / "python"), str(SCRIPTS / name), *session, TASK, GO_ON, *more))
+            ClientCommand(
+                (str(stage.programs / "python"), str(AGENT_SCRIPTS / name), *session, TASK, GO_ON, *more)
+            )
         ]
 
     return commands
@@ -140,7 +159,7 @@ def _litellm(provider: str) -> Callable[[Stage], list[ClientCommand]]:
 
     def commands(stage: Stage) -> list[ClientCommand]:
         base_url = stage.base_url if provider == "gemini" else stage.openai_base_url
-        argv = (str(stage.programs / "python"), str(SCRIPTS / "litellm_agent.py"))
+        argv = (str(stage.programs / "python"), str(AGENT_SCRIPTS / "litellm_agent.py"))
         session = (base_url, stage.api_key, f"{provider}/{stage.model}")
         words = (TASK, GO_ON, "plain" if provider == "gemini" else "keys")
         return [ClientCommand((*argv, *session, *words), {"LITELLM_LOCAL_MODEL_COST_MAP": "True"})]
@@ -165,7 +184,13 @@ LITELLM_GEMINI = Client(
 
 def _adk(stage: Stage) -> list[ClientCommand]:
     environment = {"GOOGLE_API_KEY": stage.api_key, "GOOGLE_GEMINI_BASE_URL": stage.base_url}
-    argv = (str(stage.programs / "python"), str(SCRIPTS / "google_adk_agent.py"), stage.model, TASK, GO_ON)
+    argv = (
+        str(stage.programs / "python"),
+        str(AGENT_SCRIPTS / "google_adk_agent.py"),
+        stage.model,
+        TASK,
+        GO_ON,
+    )
     return [ClientCommand(argv, environment)]
 
 
@@ -174,4 +199,98 @@ ADK = Client(
     install=from_pypi("google-adk"),
     commands=_adk,
     scenario=steps(_look, instead=_helped("request"), branches=2),
+)
+
+
+# --- Terminus 2 ----------------------------------------------------------------------------------
+
+TASK_TOML = """\
+schema_version = "1.4"
+[metadata]
+[verifier]
+timeout_sec = 360.0
+[agent]
+timeout_sec = 360.0
+[environment]
+build_timeout_sec = 360.0
+"""
+# In tokens as the client counts them: seven steps fit, the output of MUCH does not.
+LIMITS = {"max_input_tokens": 7000, "max_output_tokens": 2000}
+THRESHOLD = 1000
+MUCH = "seq -s ' ' 1000 3000"
+
+
+def _commands(stage: Stage) -> list[ClientCommand]:
+    task = stage.work / "task"
+    (task / "environment").mkdir(parents=True)
+    (task / "tests").mkdir()
+    (task / "task.toml").write_text(TASK_TOML)
+    (task / "instruction.md").write_text(TASK)
+    (task / "environment" / "Dockerfile").write_text("FROM scratch\n")
+    (task / "tests" / "test.sh").write_text("exit 0\n")
+    options = {
+        "api_base": stage.openai_base_url,
+        "collect_rollout_details": "true",
+        "record_terminal_session": "false",
+        "proactive_summarization_threshold": str(THRESHOLD),
+        "model_info": json.dumps(LIMITS),
+    }
+    argv = [str(stage.programs / "harbor"), "run", "-p", str(task), "-a", "terminus-2", "-n", "1", "--yes"]
+    argv += ["-m", f"openai/{stage.model}", "-e", "local_environment:LocalEnvironment"]
+    argv += ["-o", str(stage.work / "jobs"), "--disable-verification"]
+    argv += [word for name, value in options.items() for word in ("--ak", f"{name}={value}")]
+    environment = {
+        "OPENAI_API_KEY": stage.api_key,
+        "PYTHONPATH": str(AGENT_SCRIPTS),
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }
+    return [ClientCommand(tuple(argv), environment)]
+
+
+def _typed(said: str, *commands: str, complete: bool = False) -> ModelReply:
+    keys = [{"keystrokes": f"{command}\n", "duration": 0.4} for command in commands]
+    body = {"analysis": said, "plan": "Weiter – 次へ.", "commands": keys, "task_complete": complete}
+    return ModelReply(text=json.dumps(body, ensure_ascii=False))
+
+
+def _scenario() -> Scenario:
+    replies: dict[str, Answer] = {}
+    for n in range(9):
+        said = LONG if n == 5 else f"Step {n} is done, naïvely ☂."
+        before = ["true"] if n == 0 else [MUCH] if n == 6 else []
+        replies[f"main-{n}"] = _typed(said, *before, shell("main", n + 1))
+    replies["main-9"] = _typed("All steps are done. ✓", complete=True)
+    # The summary loses the last keystrokes, so the answers name the step to continue from.
+    asides: dict[str, Answer] = {
+        "The next agent has a few questions": ModelReply(text=f"1. Go on from {marker('main', 8)}."),
+        "You are about to hand off your work": ModelReply(text="* Steps one to seven – 七つ."),
+        "You are picking up work from a previous": ModelReply(text="1. Where do I go on?"),
+    }
+    # Branches: the thread with its summary and answers, the questions, the thread after the handover.
+    return Scenario(replies=replies, faults=FAULTS, asides=asides, branches=3, excluded=LEFT_OUT)
+
+
+def _kept(stage: Stage, ledger: Sequence[ServedCall]) -> list[str]:
+    served = {(entry.prompt_ids, entry.token_ids, entry.logprobs) for entry in ledger}
+    turns: list[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]] = []
+    for path in (stage.work / "jobs").glob("*/*/result.json"):
+        result = msgspec.json.decode(path.read_bytes())
+        for detail in (result.get("agent_result") or {}).get("rollout_details") or []:
+            columns = (detail["prompt_token_ids"], detail["completion_token_ids"], detail["logprobs"])
+            turns += [(tuple(p), tuple(c), tuple(s)) for p, c, s in zip(*columns, strict=True)]
+    strange = sum(turn not in served for turn in turns)
+    problems = [f"{strange} of {len(turns)} turns terminus-2 kept are not what the engine served"]
+    whole = sum(1 for entry in ledger if entry.token_ids)
+    # The client never saw the responses that the proxy lost; its retries got them again.
+    lost = sum(fault is NetworkFault.LOSE for fault in FAULTS.values())
+    missing = [f"terminus-2 kept {len(set(turns))} turns, the engine served {whole}"]
+    return problems * bool(strange) + missing * (not whole - lost <= len(set(turns)) <= whole)
+
+
+TERMINUS = Client(
+    name="terminus-2",
+    install=from_pypi("terminus-2", "3.12"),
+    commands=_commands,
+    scenario=_scenario(),
+    inspect=_kept,
 )

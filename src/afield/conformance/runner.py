@@ -15,12 +15,11 @@ from typing import Any
 from msgspec import Struct, structs
 
 from afield import factory
-from afield.conformance.client import Client, Stage, run
-from afield.conformance.families import CHATML, TemplateFamily
-from afield.conformance.faults import Faults, faulty
+from afield.conformance.clients.base import Client, Stage, run
 from afield.conformance.judge import Verdict, judge
-from afield.conformance.model import TEMPLATE, write_model
+from afield.conformance.model import CHATML, TEMPLATE, TemplateFamily, write_model
 from afield.conformance.oracle import Oracle, Renderer
+from afield.conformance.proxy import Faults, faulty
 from afield.conformance.scenario import Scenario
 from afield.conformance.script import Script
 from afield.errors import Unavailable

@@ -18,7 +18,7 @@ from afield.conformance.scenario import Scenario, marker
 
 # Contains a control literal, which must stay text.
 TASK = f"Go through the steps, one after the other (<|im_end|> is text), until the last. {marker('main', 0)}"
-SCRIPTS = Path(__file__).parent / "scripts"
+AGENT_SCRIPTS = Path(__file__).parent.parent / "agents"
 # Block network access of programs that respect these variables: the proxy port is closed.
 OFFLINE = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9")
 LOCAL = dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost")

@@ -1,4 +1,4 @@
-"""JSON values for a schema, taken from the user's text where possible.
+"""JSON values for a schema and texts for a regular expression, from the user's text where possible.
 
 The rule-based model uses them as tool arguments and structured replies. Values are made in the order of the
 schema's properties; each number and quoted word of the text is used once.
@@ -7,6 +7,7 @@ schema's properties; each number and quoted word of the text is used once.
 from __future__ import annotations
 
 import re
+import re._parser as parser
 from collections.abc import Mapping
 from typing import Any
 
@@ -150,8 +151,6 @@ class Values:
 
     def _string(self, schema: Mapping[str, Any], name: str) -> str:
         if "pattern" in schema:
-            from afield.conformance.foreign.patterns import example
-
             return example(str(schema["pattern"]))
         if schema.get("format") in TEXTS:
             return TEXTS[str(schema["format"])]
@@ -180,3 +179,47 @@ def _resolved(reference: str, root: Mapping[str, Any]) -> Mapping[str, Any]:
         if part != "#":
             found = found[part.replace("~1", "/").replace("~0", "~")]
     return found
+
+
+CATEGORIES = {"CATEGORY_DIGIT": "1234567890", "CATEGORY_WORD": "abcdefgh", "CATEGORY_SPACE": " "}
+
+
+def example(pattern: str, variant: int = 0) -> str:
+    """Short text that matches the pattern; another `variant` chooses other branches and characters."""
+    return _all(parser.parse(pattern), variant)
+
+
+def _all(parsed: Any, variant: int) -> str:
+    return "".join(_one(str(kind), value, variant) for kind, value in parsed)
+
+
+def _one(kind: str, value: Any, variant: int) -> str:
+    if kind == "LITERAL":
+        return chr(value)
+    if kind == "IN":
+        return _of_class([(str(member), of) for member, of in value], variant)
+    if kind == "CATEGORY":
+        characters = CATEGORIES.get(str(value), "a")
+        return characters[variant % len(characters)]
+    if kind == "BRANCH":
+        return _all(value[1][variant % len(value[1])], variant)
+    if kind == "SUBPATTERN":
+        return _all(value[-1], variant)
+    if kind in ("MAX_REPEAT", "MIN_REPEAT"):
+        least, most, body = value
+        return _all(body, variant) * max(least, min(1, most))
+    if kind == "NOT_LITERAL":
+        return "b" if value == ord("a") else "a"
+    if kind in ("AT", "ANY"):
+        return "" if kind == "AT" else "a"
+    raise ValueError(f"no example for {kind} in a regular expression")
+
+
+def _of_class(members: list[tuple[str, Any]], variant: int) -> str:
+    kind, value = members[0]
+    if kind == "NEGATE":
+        excluded = {of for member, of in members if member == "LITERAL"}
+        return next(char for char in "ab1 _" if ord(char) not in excluded)
+    if kind == "RANGE":
+        return chr(value[0] + variant % (value[1] - value[0] + 1))
+    return _one(kind, value, variant)
