@@ -27,7 +27,7 @@ from afield.agentcore_local.images import AgentImage
 from afield.agentcore_local.sessions import Timings
 from afield.cli.agentcore_local import add
 from afield.cli.main import main
-from support.agentcore_server import PROGRAM, Caller, acr, gone, session_id
+from support.agentcore_server import PROGRAM, AgentCoreClient, agentcore_server, session_id, wait_gone
 from support.paths import ROOT
 from support.processes import children, command, kill
 
@@ -38,7 +38,7 @@ both = pytest.mark.parametrize("isolation", ["none", pytest.param("sandbox", mar
 
 
 @contextmanager
-def started(cwd: Path, *args: object) -> Generator[tuple[subprocess.Popen[str], Caller]]:
+def started(cwd: Path, *args: object) -> Generator[tuple[subprocess.Popen[str], AgentCoreClient]]:
     words = command(
         "agentcore-local", "--json", "--port", 0, "--image", f"math={PROGRAM}", "--ready-s", 0, *args
     )
@@ -49,7 +49,7 @@ def started(cwd: Path, *args: object) -> Generator[tuple[subprocess.Popen[str], 
         line = process.stdout.readline()
         if not line:
             raise AssertionError(process.communicate()[1])
-        yield process, Caller(json.loads(line)["url"])
+        yield process, AgentCoreClient(json.loads(line)["url"])
     finally:
         process.kill()
         process.communicate()
@@ -70,7 +70,7 @@ async def test_nothing_is_left_behind_however_it_ends(tmp_path: Path, isolation:
             process.stdin = None
         else:
             process.send_signal(getattr(signal, how))
-        await gone(process.pid, *below)
+        await wait_gone(process.pid, *below)
         assert [path for path in sorted((tmp_path / "acr-logs").iterdir()) if session in path.name]
         with anyio.fail_after(60):
             while list(Path(tempfile.gettempdir()).glob(f"afield-agentcore-{process.pid}-*")):  # noqa: ASYNC240
@@ -101,7 +101,7 @@ def some_server() -> Generator[int]:
 @needs_bwrap
 async def test_a_sandboxed_program_reaches_what_is_allowed_and_nothing_else() -> None:
     with some_server() as open_port, some_server() as closed_port:
-        async with acr(isolation="sandbox", allow=(("127.0.0.1", open_port),)) as caller:
+        async with agentcore_server(isolation="sandbox", allow=(("127.0.0.1", open_port),)) as caller:
             assert await caller.ready() == "READY"
             reached = await caller.invoke({"do": "reach", "url": f"http://127.0.0.1:{open_port}/"})
             assert reached == {"status": 200, "body": "reached"}
@@ -113,7 +113,7 @@ async def test_a_sandboxed_program_reaches_what_is_allowed_and_nothing_else() ->
 @needs_bwrap
 async def test_sandboxed_sessions_behave_as_plain_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_SECRET_OF_THE_SERVER", "hush")
-    async with acr(isolation="sandbox") as caller:
+    async with agentcore_server(isolation="sandbox") as caller:
         assert await caller.ready(environmentVariables={"FLAVOUR": "plum"}) == "READY"
         session = session_id()
         assert (await caller.invoke({}, session))["count"] == 1
@@ -137,7 +137,7 @@ async def test_a_fork_server_that_died_is_replaced_and_its_directory_removed() -
     def directories() -> list[Path]:
         return list(Path(tempfile.gettempdir()).glob(f"afield-agentcore-{os.getpid()}-*"))
 
-    async with acr(isolation="sandbox") as caller:
+    async with agentcore_server(isolation="sandbox") as caller:
         assert await caller.ready() == "READY"
         [supervisor] = [
             pid for pid, line in children(os.getpid()).items() if "local_sandbox.supervisor" in line
@@ -156,7 +156,7 @@ async def test_a_fork_server_that_died_is_replaced_and_its_directory_removed() -
 
 @needs_bwrap
 async def test_a_command_runs_inside_the_sandbox_of_its_session() -> None:
-    async with acr(isolation="sandbox") as caller:
+    async with agentcore_server(isolation="sandbox") as caller:
         await caller.ready()
         session = session_id()
         pid = (await caller.invoke({}, session))["pid"]
@@ -177,7 +177,9 @@ async def test_a_command_runs_inside_the_sandbox_of_its_session() -> None:
 async def test_a_target_that_cannot_be_imported_ends_in_create_failed(tmp_path: Path) -> None:
     target = tmp_path / "agent.py"
     target.write_text("import nothing_of_that_name\n")
-    async with acr(isolation="sandbox", images={"math": AgentImage(target=f"{target}:agent")}) as caller:
+    async with agentcore_server(
+        isolation="sandbox", images={"math": AgentImage(target=f"{target}:agent")}
+    ) as caller:
         assert await caller.ready() == "CREATE_FAILED"
         runtime = caller.arn.rpartition("/")[2]
         got = await caller.call(caller.control.get_agent_runtime, agentRuntimeId=runtime)
@@ -189,7 +191,7 @@ async def test_a_sandboxed_program_that_never_serves_is_424_after_the_time_it_ha
     program = tmp_path / "asleep.py"
     program.write_text("import time\ntime.sleep(600)\n")
     images = {"math": AgentImage(script=str(program))}
-    async with acr(isolation="sandbox", images=images, pace=Timings(init_s=1.0)) as caller:
+    async with agentcore_server(isolation="sandbox", images=images, pace=Timings(init_s=1.0)) as caller:
         assert await caller.ready() == "READY"
         with pytest.raises(caller.data.exceptions.RuntimeClientError, match="not ready within 1 s"):
             await caller.invoke({})

@@ -13,14 +13,16 @@ from afield.agentcore_local.control_plane import Account
 from afield.agentcore_local.faults import InjectedFault
 from afield.agentcore_local.images import AgentImage, parse
 from afield.errors import UsageError
-from support.agentcore_server import ROLE, URI, acr, session_id
+from support.agentcore_server import ROLE, URI, agentcore_server, session_id
 
 pytestmark = pytest.mark.anyio
 ARTIFACT = {"containerConfiguration": {"containerUri": URI}}
 
 
 async def test_a_runtime_is_creating_then_ready_and_shows_what_it_was_made_of() -> None:
-    async with acr(account=Account(ready_s=0.3, region="eu-west-1", account="999999999999")) as caller:
+    async with agentcore_server(
+        account=Account(ready_s=0.3, region="eu-west-1", account="999999999999")
+    ) as caller:
         made = await caller.create(
             description="adds", environmentVariables={"A": "1"}, tags={"team": "seven"}
         )
@@ -31,7 +33,7 @@ async def test_a_runtime_is_creating_then_ready_and_shows_what_it_was_made_of() 
         )
         with pytest.raises(caller.data.exceptions.ResourceNotFoundException, match="DEFAULT"):
             await caller.invoke({})
-        assert await caller.until_settled(runtime) == "READY"
+        assert await caller.wait_created(runtime) == "READY"
         got = await caller.call(caller.control.get_agent_runtime, agentRuntimeId=runtime)
         assert got["agentRuntimeName"] == "math"
         assert got["agentRuntimeVersion"] == "1"
@@ -46,7 +48,7 @@ async def test_a_runtime_is_creating_then_ready_and_shows_what_it_was_made_of() 
 
 
 async def test_tags_come_and_go() -> None:
-    async with acr() as caller:
+    async with agentcore_server() as caller:
         await caller.ready()
         control = caller.control
         await caller.call(control.tag_resource, resourceArn=caller.arn, tags={"a": "1", "b": "2", "c": "3"})
@@ -108,7 +110,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("named", "change"), WRONG, ids=[name for name, _ in WRONG])
 async def test_wrong_values_are_refused_by_name(named: str, change: dict[str, Any]) -> None:
-    async with acr() as caller:
+    async with agentcore_server() as caller:
         with pytest.raises(caller.control.exceptions.ValidationException) as caught:
             await caller.create(**change)
         said = caught.value.response
@@ -122,7 +124,7 @@ async def test_wrong_values_are_refused_by_name(named: str, change: dict[str, An
 async def test_a_vpc_with_its_parts_is_taken() -> None:
     vpc = {"subnets": ["subnet-12345678"], "securityGroups": ["sg-12345678"]}
     network = {"networkMode": "VPC", "networkModeConfig": vpc}
-    async with acr() as caller:
+    async with agentcore_server() as caller:
         made = await caller.create(networkConfiguration=network)
         got = await caller.call(caller.control.get_agent_runtime, agentRuntimeId=made["agentRuntimeId"])
         assert got["networkConfiguration"] == network
@@ -130,7 +132,7 @@ async def test_a_vpc_with_its_parts_is_taken() -> None:
 
 async def test_a_name_is_taken_once_and_a_repeated_request_is_one() -> None:
     token = str(uuid.uuid4())
-    async with acr() as caller:
+    async with agentcore_server() as caller:
         first = await caller.create(clientToken=token)
         assert (await caller.create(clientToken=token))["agentRuntimeId"] == first["agentRuntimeId"]
         with pytest.raises(caller.control.exceptions.ValidationException) as caught:
@@ -141,7 +143,7 @@ async def test_a_name_is_taken_once_and_a_repeated_request_is_one() -> None:
 
 
 async def test_updates_and_endpoints_that_are_repeated_are_one_each() -> None:
-    async with acr() as caller:
+    async with agentcore_server() as caller:
         await caller.ready()
         runtime, control = caller.arn.rpartition("/")[2], caller.control
         wish = {"agentRuntimeId": runtime, "agentRuntimeArtifact": ARTIFACT, "roleArn": ROLE}
@@ -149,7 +151,7 @@ async def test_updates_and_endpoints_that_are_repeated_are_one_each() -> None:
         for _ in range(2):
             updated = await caller.call(control.update_agent_runtime, clientToken=tokens[0], **wish)
             assert updated["agentRuntimeVersion"] == "2"
-            await caller.until_settled(runtime)
+            await caller.wait_created(runtime)
         named = {"agentRuntimeId": runtime, "name": "prod", "clientToken": tokens[1]}
         made = [await caller.call(control.create_agent_runtime_endpoint, **named) for _ in range(2)]
         assert made[0]["createdAt"] == made[1]["createdAt"]
@@ -173,9 +175,9 @@ async def test_updates_and_endpoints_that_are_repeated_are_one_each() -> None:
 
 async def test_a_token_is_free_again_when_its_runtime_is_gone() -> None:
     token = str(uuid.uuid4())
-    async with acr() as caller:
+    async with agentcore_server() as caller:
         first = (await caller.create(clientToken=token))["agentRuntimeId"]
-        await caller.until_settled(first)
+        await caller.wait_created(first)
         await caller.call(caller.control.delete_agent_runtime, agentRuntimeId=first)
         with anyio.fail_after(10):
             while (await caller.call(caller.control.list_agent_runtimes))["agentRuntimes"]:
@@ -184,7 +186,7 @@ async def test_a_token_is_free_again_when_its_runtime_is_gone() -> None:
 
 
 async def test_an_endpoint_has_tags_of_its_own() -> None:
-    async with acr() as caller:
+    async with agentcore_server() as caller:
         await caller.ready(tags={"of": "runtime"})
         runtime, control = caller.arn.rpartition("/")[2], caller.control
         made = await caller.call(
@@ -204,7 +206,7 @@ async def test_an_endpoint_has_tags_of_its_own() -> None:
 
 
 async def test_an_update_makes_a_version_and_running_sessions_keep_theirs() -> None:
-    async with acr(account=Account(ready_s=0.2)) as caller:
+    async with agentcore_server(account=Account(ready_s=0.2)) as caller:
         await caller.ready(environmentVariables={"FLAVOUR": "plum"})
         runtime = caller.arn.rpartition("/")[2]
         control, old, new = caller.control, session_id(), session_id()
@@ -218,7 +220,7 @@ async def test_an_update_makes_a_version_and_running_sessions_keep_theirs() -> N
         assert (updated["agentRuntimeVersion"], updated["status"]) == ("2", "UPDATING")
         with pytest.raises(control.exceptions.ConflictException, match="UPDATING"):
             await caller.call(control.update_agent_runtime, agentRuntimeId=runtime, **wish)
-        assert await caller.until_settled(runtime) == "READY"
+        assert await caller.wait_created(runtime) == "READY"
         assert (await caller.invoke({"do": "env"}, old))["FLAVOUR"] == "plum"
         assert (await caller.invoke({"do": "env"}, new))["FLAVOUR"] == "pear"
         versions = await caller.call(control.list_agent_runtime_versions, agentRuntimeId=runtime)
@@ -228,7 +230,7 @@ async def test_an_update_makes_a_version_and_running_sessions_keep_theirs() -> N
 
 
 async def test_an_endpoint_stays_at_its_version_while_default_moves_on() -> None:
-    async with acr() as caller:
+    async with agentcore_server() as caller:
         await caller.ready(environmentVariables={"FLAVOUR": "plum"})
         runtime, control = caller.arn.rpartition("/")[2], caller.control
         made = await caller.call(
@@ -244,7 +246,7 @@ async def test_an_endpoint_stays_at_its_version_while_default_moves_on() -> None
             "environmentVariables": {"FLAVOUR": "pear"},
         }
         await caller.call(control.update_agent_runtime, agentRuntimeId=runtime, **wish)
-        await caller.until_settled(runtime)
+        await caller.wait_created(runtime)
         session = session_id()
         assert (await caller.invoke({"do": "env"}, session, qualifier="prod"))["FLAVOUR"] == "plum"
         assert (await caller.invoke({"do": "env"}, session))["FLAVOUR"] == "pear"
@@ -263,13 +265,13 @@ async def test_an_endpoint_stays_at_its_version_while_default_moves_on() -> None
 
 
 async def test_a_deleted_runtime_is_gone_with_its_sessions() -> None:
-    async with acr() as caller:
+    async with agentcore_server() as caller:
         await caller.ready()
         await caller.invoke({})
         runtime = caller.arn.rpartition("/")[2]
         deleted = await caller.call(caller.control.delete_agent_runtime, agentRuntimeId=runtime)
         assert deleted["status"] == "DELETING"
-        await caller.until_sessions(0)
+        await caller.wait_sessions(0)
         with anyio.fail_after(60), pytest.raises(caller.control.exceptions.ResourceNotFoundException):
             while True:
                 await caller.call(caller.control.get_agent_runtime, agentRuntimeId=runtime)
@@ -282,7 +284,7 @@ async def test_long_lists_come_in_pages() -> None:
         pages = control.get_paginator("list_agent_runtimes").paginate(PaginationConfig={"PageSize": 2})
         return [one["agentRuntimeName"] for page in pages for one in page["agentRuntimes"]]
 
-    async with acr() as caller:
+    async with agentcore_server() as caller:
         wanted = [f"agent{i}" for i in range(5)]
         for name in wanted:
             await caller.create(name)
@@ -291,7 +293,7 @@ async def test_long_lists_come_in_pages() -> None:
 
 async def test_a_program_that_is_not_there_ends_in_create_failed_with_the_reason(tmp_path: Path) -> None:
     gone = tmp_path / "gone.py"
-    async with acr(images={"math": AgentImage(script=str(gone))}) as caller:
+    async with agentcore_server(images={"math": AgentImage(script=str(gone))}) as caller:
         assert await caller.ready() == "CREATE_FAILED"
         runtime = caller.arn.rpartition("/")[2]
         got = await caller.call(caller.control.get_agent_runtime, agentRuntimeId=runtime)
@@ -301,7 +303,7 @@ async def test_a_program_that_is_not_there_ends_in_create_failed_with_the_reason
 
 
 async def test_a_runtime_that_cannot_be_made_by_bad_luck() -> None:
-    async with acr(faults={"create": InjectedFault(1.0)}) as caller:
+    async with agentcore_server(faults={"create": InjectedFault(1.0)}) as caller:
         assert await caller.ready() == "CREATE_FAILED"
 
 

@@ -22,17 +22,25 @@ from botocore.credentials import Credentials
 from afield.agentcore_local.control_plane import Account
 from afield.agentcore_local.images import AgentImage
 from afield.agentcore_local.sessions import Timings
-from support.agentcore_server import IMAGES, PROGRAM, Caller, acr, client, gone, session_id
+from support.agentcore_server import (
+    IMAGES,
+    PROGRAM,
+    AgentCoreClient,
+    agentcore_server,
+    client,
+    session_id,
+    wait_gone,
+)
 
 pytestmark = pytest.mark.anyio
 SHARED_SESSION = session_id()
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Caller]:
+def shared() -> Iterator[AgentCoreClient]:
     """Caller of a server with one running session, `SHARED_SESSION`."""
 
-    async def ready(caller: Caller) -> None:
+    async def ready(caller: AgentCoreClient) -> None:
         await caller.ready(
             environmentVariables={"FLAVOUR": "plum"},
             requestHeaderConfiguration={"requestHeaderAllowlist": ["X-Shop"]},
@@ -42,7 +50,7 @@ def shared() -> Iterator[Caller]:
     with (
         pytest.MonkeyPatch.context() as patch,
         start_blocking_portal() as portal,
-        portal.wrap_async_context_manager(acr()) as caller,
+        portal.wrap_async_context_manager(agentcore_server()) as caller,
     ):
         patch.setenv("A_SECRET_OF_THE_SERVER", "hush")
         portal.call(ready, caller)
@@ -50,7 +58,7 @@ def shared() -> Iterator[Caller]:
 
 
 async def test_an_unmodified_program_answers_in_a_session_that_stays() -> None:
-    async with acr() as caller:
+    async with agentcore_server() as caller:
         assert await caller.ready() == "READY"
         session = session_id()
         first = await caller.raw({"a": [1, "é"]}, session)
@@ -67,7 +75,7 @@ async def test_an_unmodified_program_answers_in_a_session_that_stays() -> None:
 
 
 async def test_an_invoke_without_a_session_id_gets_a_new_one() -> None:
-    async with acr() as caller:
+    async with agentcore_server() as caller:
         await caller.ready()
         answer = await caller.call(
             caller.data.invoke_agent_runtime, agentRuntimeArn=caller.arn, payload=b"{}"
@@ -77,13 +85,13 @@ async def test_an_invoke_without_a_session_id_gets_a_new_one() -> None:
         await asyncio.to_thread(answer["response"].read)
 
 
-async def test_a_streamed_answer_passes_through_as_events(shared: Caller) -> None:
+async def test_a_streamed_answer_passes_through_as_events(shared: AgentCoreClient) -> None:
     answer = await shared.raw({"do": "stream", "n": 3}, SHARED_SESSION, accept="text/event-stream")
     assert answer["contentType"].startswith("text/event-stream")
     assert answer["body"].decode() == "".join(f'data: {{"n": {i}}}\n\n' for i in range(3))
 
 
-async def test_the_first_event_of_a_stream_arrives_before_its_end(shared: Caller) -> None:
+async def test_the_first_event_of_a_stream_arrives_before_its_end(shared: AgentCoreClient) -> None:
     def first_line(data: Any, arn: str) -> tuple[bytes, bool]:
         answer = data.invoke_agent_runtime(
             agentRuntimeArn=arn,
@@ -97,12 +105,14 @@ async def test_the_first_event_of_a_stream_arrives_before_its_end(shared: Caller
     assert (line, closed) == (b'data: {"n": 0}', False)
 
 
-async def test_a_large_payload_passes(shared: Caller) -> None:
+async def test_a_large_payload_passes(shared: AgentCoreClient) -> None:
     text = "x" * 5_000_000
     assert (await shared.invoke({"text": text}, SHARED_SESSION))["payload"]["text"] == text
 
 
-async def test_allowed_and_custom_headers_reach_the_program_and_others_do_not(shared: Caller) -> None:
+async def test_allowed_and_custom_headers_reach_the_program_and_others_do_not(
+    shared: AgentCoreClient,
+) -> None:
     def invoke(data: Any, arn: str) -> dict[str, Any]:
         def add(request: Any, **_: Any) -> None:
             request.headers["X-Amzn-Bedrock-AgentCore-Runtime-Custom-Flavour"] = "plum"
@@ -127,14 +137,16 @@ async def test_allowed_and_custom_headers_reach_the_program_and_others_do_not(sh
     assert "x-other" not in lower
 
 
-async def test_the_program_has_the_environment_of_its_runtime_and_not_of_the_server(shared: Caller) -> None:
+async def test_the_program_has_the_environment_of_its_runtime_and_not_of_the_server(
+    shared: AgentCoreClient,
+) -> None:
     env = await shared.invoke({"do": "env"}, SHARED_SESSION)
     assert env["FLAVOUR"] == "plum"
     assert "A_SECRET_OF_THE_SERVER" not in env
 
 
 async def test_many_invokes_at_a_cold_session_are_one_start() -> None:
-    async with acr(pace=Timings(cold_start_s=0.5)) as caller:
+    async with agentcore_server(pace=Timings(cold_start_s=0.5)) as caller:
         await caller.ready()
         session = session_id()
         said: list[dict[str, Any]] = []
@@ -159,7 +171,7 @@ async def test_a_function_is_served_with_the_sdk_and_a_command_finds_its_port(tm
     program.write_text('cd "$(dirname "$0")" && exec python3 plain.py\n')
     (tmp_path / "plain.py").write_text(PLAIN)
     images = {"sdk": AgentImage(target=f"{target}:agent"), "plain": AgentImage(argv=("sh", str(program)))}
-    async with acr(images=images) as caller:
+    async with agentcore_server(images=images) as caller:
 
         def of(name: str) -> dict[str, Any]:
             return {"containerConfiguration": {"containerUri": name}}
@@ -194,7 +206,7 @@ async def test_code_configuration_runs_an_entry_point_of_the_code_root() -> None
         "runtime": "PYTHON_3_11",
         "entryPoint": [PROGRAM.name],
     }
-    async with acr(images={}, account=Account(code_root=PROGRAM.parent)) as caller:
+    async with agentcore_server(images={}, account=Account(code_root=PROGRAM.parent)) as caller:
         await caller.ready(agentRuntimeArtifact={"codeConfiguration": code})
         assert (await caller.invoke({"a": 1}))["payload"] == {"a": 1}
         away = {**code, "entryPoint": ["../conftest.py"]}
@@ -206,13 +218,13 @@ async def test_code_configuration_runs_an_entry_point_of_the_code_root() -> None
 
 
 async def test_a_stopped_session_is_gone_with_all_it_started_and_stopping_again_is_404() -> None:
-    async with acr() as caller:
+    async with agentcore_server() as caller:
         await caller.ready()
         session = session_id()
         pid = (await caller.invoke({}, session))["pid"]
         child = (await caller.invoke({"do": "child"}, session))["pid"]
         assert (await caller.stop(session))["statusCode"] == 200
-        await gone(pid, child)
+        await wait_gone(pid, child)
         assert await caller.sessions() == []
         with pytest.raises(caller.data.exceptions.ResourceNotFoundException, match=session):
             await caller.stop(session)
@@ -220,7 +232,7 @@ async def test_a_stopped_session_is_gone_with_all_it_started_and_stopping_again_
 
 
 async def test_a_stop_while_a_session_starts_ends_the_start() -> None:
-    async with acr(pace=Timings(cold_start_s=30)) as caller:
+    async with agentcore_server(pace=Timings(cold_start_s=30)) as caller:
         await caller.ready()
         session = session_id()
         with pytest.raises(caller.data.exceptions.RetryableConflictException, match="stopped"):
@@ -253,7 +265,7 @@ async def run_command(caller: Any, session: str, **body: Any) -> list[dict[str, 
     return [event["chunk"] for event in await asyncio.to_thread(list, answer["stream"])]
 
 
-async def test_a_command_streams_stdout_and_stderr_and_returns_its_exit_code(shared: Caller) -> None:
+async def test_a_command_streams_stdout_and_stderr_and_returns_its_exit_code(shared: AgentCoreClient) -> None:
     events = await run_command(shared, SHARED_SESSION, command="echo $FLAVOUR; echo no >&2; exit 4")
     assert events[0] == {"contentStart": {}}
     assert {"contentDelta": {"stdout": "plum\n"}} in events
@@ -261,18 +273,20 @@ async def test_a_command_streams_stdout_and_stderr_and_returns_its_exit_code(sha
     assert events[-1] == {"contentStop": {"exitCode": 4, "status": "COMPLETED"}}
 
 
-async def test_a_command_beyond_its_timeout_is_killed_and_reported_as_timed_out(shared: Caller) -> None:
+async def test_a_command_beyond_its_timeout_is_killed_and_reported_as_timed_out(
+    shared: AgentCoreClient,
+) -> None:
     before = (await shared.invoke({}, SHARED_SESSION))["count"]
     events = await run_command(shared, SHARED_SESSION, command="echo $$; exec sleep 600", timeout=2)
     assert events[-1] == {"contentStop": {"exitCode": -1, "status": "TIMED_OUT"}}
-    await gone(int(events[1]["contentDelta"]["stdout"]))
+    await wait_gone(int(events[1]["contentDelta"]["stdout"]))
     assert (await shared.invoke({}, SHARED_SESSION))["count"] == before + 1
     with pytest.raises(shared.data.exceptions.ValidationException, match="timeout"):
         await run_command(shared, SHARED_SESSION, command="true", timeout=4000)
 
 
 async def test_unsigned_requests_are_refused_where_signatures_are_wanted() -> None:
-    async with acr(signed=True) as caller:
+    async with agentcore_server(signed=True) as caller:
         assert await caller.ready() == "READY"
         from botocore import UNSIGNED
         from botocore.config import Config
@@ -288,7 +302,7 @@ async def test_unsigned_requests_are_refused_where_signatures_are_wanted() -> No
 
 
 async def test_two_clients_of_one_server_see_the_same_runtimes() -> None:
-    async with acr(images=IMAGES) as caller:
+    async with agentcore_server(images=IMAGES) as caller:
         await caller.ready()
         other = client("bedrock-agentcore-control", caller.url)
         listed = await asyncio.to_thread(other.list_agent_runtimes)
@@ -302,7 +316,7 @@ def keyed(service: str, url: str, secret: str) -> Any:
 
 
 async def test_only_requests_signed_with_the_servers_key_are_taken() -> None:
-    async with acr(secret_key="right/key+1") as caller:
+    async with agentcore_server(secret_key="right/key+1") as caller:
         caller.control = keyed("bedrock-agentcore-control", caller.url, "right/key+1")
         caller.data = keyed("bedrock-agentcore", caller.url, "right/key+1")
         assert await caller.ready() == "READY"
@@ -318,7 +332,7 @@ async def test_only_requests_signed_with_the_servers_key_are_taken() -> None:
 
 
 async def test_a_signature_holds_for_the_body_it_was_made_of() -> None:
-    async with acr(secret_key="right") as caller:
+    async with agentcore_server(secret_key="right") as caller:
         request = AWSRequest("PUT", f"{caller.url}/runtimes/", data=b"{}")
         SigV4Auth(Credentials("any", "right"), "bedrock-agentcore", "us-west-2").add_auth(request)
         statuses = []
@@ -331,7 +345,7 @@ async def test_a_signature_holds_for_the_body_it_was_made_of() -> None:
 
 @pytest.mark.parametrize("parser", ["h11", "httptools"])
 async def test_a_payload_that_is_too_large_is_named_as_such(parser: str) -> None:
-    async with acr(http=parser) as caller:
+    async with agentcore_server(http=parser) as caller:
         await caller.ready()
         with pytest.raises(caller.data.exceptions.ValidationException) as refused:
             await caller.raw(b"x" * 100_000_001)
@@ -339,7 +353,7 @@ async def test_a_payload_that_is_too_large_is_named_as_such(parser: str) -> None
 
 
 async def test_half_a_character_is_named_as_such() -> None:
-    async with acr() as caller:
+    async with agentcore_server() as caller:
         async with (
             aiohttp.ClientSession() as http,
             http.put(f"{caller.url}/runtimes/", data=b'{"agentRuntimeName": "\\ud800"}') as answer,

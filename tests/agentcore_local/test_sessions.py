@@ -19,7 +19,7 @@ from afield.agentcore_local.images import AgentImage
 from afield.agentcore_local.quotas import Quotas
 from afield.agentcore_local.sessions import Timings
 from afield.errors import UsageError
-from support.agentcore_server import acr, gone, session_id
+from support.agentcore_server import agentcore_server, session_id, wait_gone
 
 pytestmark = pytest.mark.anyio
 QUICK = {"idleRuntimeSessionTimeout": 60, "maxLifetime": 28800}
@@ -30,22 +30,22 @@ FAST = Timings(speed=300)  # an idle timeout of 0.2 s
 
 
 async def test_an_idle_session_is_reaped_and_the_next_invoke_starts_a_fresh_one() -> None:
-    async with acr(pace=FAST) as caller:
+    async with agentcore_server(pace=FAST) as caller:
         await caller.ready(lifecycleConfiguration=QUICK)
         session = session_id()
         pid = (await caller.invoke({}, session))["pid"]
-        await caller.until_sessions(0)
-        await gone(pid)
+        await caller.wait_sessions(0)
+        await wait_gone(pid)
         assert (await caller.view("stats"))["ends"] == {"idle": 1}
         assert (await caller.invoke({}, session))["count"] == 1
 
 
 async def test_a_busy_program_outlives_the_idle_timeout_until_its_task_is_done() -> None:
-    async with acr(pace=FAST) as caller:
+    async with agentcore_server(pace=FAST) as caller:
         await caller.ready(lifecycleConfiguration=QUICK)
         began = time.monotonic()
         await caller.invoke({"do": "background", "seconds": 1})
-        await caller.until_sessions(0)
+        await caller.wait_sessions(0)
         assert time.monotonic() - began >= 1.2
         assert (await caller.view("stats"))["ends"] == {"idle": 1}
 
@@ -67,21 +67,21 @@ uvicorn.run(app, host="127.0.0.1", port=8080, log_level="warning")
 async def test_busy_without_a_time_of_last_update_is_reaped_all_the_same(tmp_path: Path) -> None:
     program = tmp_path / "busy.py"
     program.write_text(BUSY)
-    async with acr(images={"math": AgentImage(script=str(program))}, pace=FAST) as caller:
+    async with agentcore_server(images={"math": AgentImage(script=str(program))}, pace=FAST) as caller:
         await caller.ready(lifecycleConfiguration=QUICK)
         await caller.invoke({})
-        await caller.until_sessions(0)
+        await caller.wait_sessions(0)
         assert (await caller.view("stats"))["ends"] == {"idle": 1}
 
 
 async def test_an_answer_that_takes_longer_than_the_idle_timeout_arrives() -> None:
-    async with acr(pace=FAST) as caller:
+    async with agentcore_server(pace=FAST) as caller:
         await caller.ready(lifecycleConfiguration=QUICK)
         assert (await caller.invoke({"do": "sleep", "seconds": 0.8}))["count"] == 1
 
 
 async def test_a_session_ends_at_its_lifetime_whatever_it_does() -> None:
-    async with acr(pace=Timings(speed=60)) as caller:
+    async with agentcore_server(pace=Timings(speed=60)) as caller:
         await caller.ready(
             lifecycleConfiguration={"idleRuntimeSessionTimeout": 60, "maxLifetime": 60},
         )
@@ -91,7 +91,7 @@ async def test_a_session_ends_at_its_lifetime_whatever_it_does() -> None:
 
 
 async def test_an_answer_that_never_comes_is_given_up_and_the_session_stays() -> None:
-    async with acr(pace=Timings(answer_s=0.3)) as caller:
+    async with agentcore_server(pace=Timings(answer_s=0.3)) as caller:
         await caller.ready()
         with pytest.raises(caller.data.exceptions.RuntimeClientError, match="did not answer in time"):
             await caller.invoke({"do": "sleep", "seconds": 3})
@@ -102,7 +102,7 @@ async def test_an_answer_that_never_comes_is_given_up_and_the_session_stays() ->
 
 
 async def test_a_program_that_dies_is_424_and_the_next_invoke_starts_a_fresh_one(tmp_path: Path) -> None:
-    async with acr(logs=tmp_path) as caller:
+    async with agentcore_server(logs=tmp_path) as caller:
         await caller.ready()
         session = session_id()
         await caller.invoke({}, session)
@@ -116,7 +116,7 @@ async def test_a_program_that_dies_is_424_and_the_next_invoke_starts_a_fresh_one
 
 
 async def test_what_the_agent_raises_is_424_and_the_session_lives_on() -> None:
-    async with acr() as caller:
+    async with agentcore_server() as caller:
         await caller.ready()
         session = session_id()
         with pytest.raises(
@@ -132,7 +132,7 @@ async def test_what_the_agent_raises_is_424_and_the_session_lives_on() -> None:
 async def test_a_program_that_cannot_start_is_424_with_what_it_printed(tmp_path: Path) -> None:
     program = tmp_path / "broken.py"
     program.write_text("import sys\nsys.exit('no model file')\n")
-    async with acr(images={"math": AgentImage(script=str(program))}) as caller:
+    async with agentcore_server(images={"math": AgentImage(script=str(program))}) as caller:
         await caller.ready()
         with pytest.raises(caller.data.exceptions.RuntimeClientError, match="no model file"):
             await caller.invoke({})
@@ -142,7 +142,9 @@ async def test_a_program_that_cannot_start_is_424_with_what_it_printed(tmp_path:
 async def test_a_program_that_never_serves_is_424_after_the_time_it_has(tmp_path: Path) -> None:
     program = tmp_path / "asleep.py"
     program.write_text("import time\ntime.sleep(600)\n")
-    async with acr(images={"math": AgentImage(script=str(program))}, pace=Timings(init_s=1.0)) as caller:
+    async with agentcore_server(
+        images={"math": AgentImage(script=str(program))}, pace=Timings(init_s=1.0)
+    ) as caller:
         await caller.ready()
         with pytest.raises(caller.data.exceptions.RuntimeClientError, match="initialization time exceeded"):
             await caller.invoke({})
@@ -154,7 +156,7 @@ async def test_a_program_that_never_serves_is_424_after_the_time_it_has(tmp_path
 
 @pytest.mark.parametrize("length", [1, 32, 257])
 async def test_session_ids_have_33_to_256_characters(length: int) -> None:
-    async with acr() as caller:
+    async with agentcore_server() as caller:
         await caller.ready()
         with pytest.raises(caller.data.exceptions.ValidationException, match="33 to 256") as caught:
             await caller.invoke({}, "x" * length)
@@ -162,7 +164,7 @@ async def test_session_ids_have_33_to_256_characters(length: int) -> None:
 
 
 async def test_session_ids_of_any_characters_get_a_log_of_their_own(tmp_path: Path) -> None:
-    async with acr(logs=tmp_path) as caller:
+    async with agentcore_server(logs=tmp_path) as caller:
         await caller.ready()
         session = "../" * 20 + "x"
         assert (await caller.invoke({}, session))["session"] == session
@@ -171,7 +173,7 @@ async def test_session_ids_of_any_characters_get_a_log_of_their_own(tmp_path: Pa
 
 
 async def test_an_agent_that_does_not_exist_is_404() -> None:
-    async with acr() as caller:
+    async with agentcore_server() as caller:
         caller.arn = "arn:aws:bedrock-agentcore:us-west-2:123456789012:runtime/nobody-0123456789"
         with pytest.raises(caller.data.exceptions.ResourceNotFoundException, match="nobody"):
             await caller.invoke({})
@@ -180,13 +182,13 @@ async def test_an_agent_that_does_not_exist_is_404() -> None:
 
 
 async def test_an_operation_that_is_not_modelled_says_so() -> None:
-    async with acr() as caller:
+    async with agentcore_server() as caller:
         with pytest.raises(caller.control.exceptions.ResourceNotFoundException, match="does not model"):
             await caller.call(caller.control.list_gateways)
 
 
 async def test_more_sessions_than_the_quota_are_402_until_one_ends() -> None:
-    async with acr(quotas=Quotas(sessions=2)) as caller:
+    async with agentcore_server(quotas=Quotas(sessions=2)) as caller:
         await caller.ready()
         first = session_id()
         await caller.invoke({}, first)
@@ -217,7 +219,7 @@ async def outcomes(work: list[Any]) -> Counter[str]:
 
 
 async def test_starts_beyond_their_rate_are_429_and_invokes_of_running_sessions_are_not() -> None:
-    async with acr(quotas=Quotas(start_rate=0.5, burst_s=4)) as caller:
+    async with agentcore_server(quotas=Quotas(start_rate=0.5, burst_s=4)) as caller:
         await caller.ready()
         session = session_id()
         await caller.invoke({}, session)
@@ -229,7 +231,7 @@ async def test_starts_beyond_their_rate_are_429_and_invokes_of_running_sessions_
 
 
 async def test_stops_are_counted_apart_from_starts() -> None:
-    async with acr(quotas=Quotas(start_rate=0.01, burst_s=200, stop_rate=0.01)) as caller:
+    async with agentcore_server(quotas=Quotas(start_rate=0.01, burst_s=200, stop_rate=0.01)) as caller:
         await caller.ready()
         first, second = session_id(), session_id()
         await caller.invoke({}, first)
@@ -241,7 +243,7 @@ async def test_stops_are_counted_apart_from_starts() -> None:
 
 
 async def test_invokes_of_one_agent_have_a_rate() -> None:
-    async with acr(quotas=Quotas(invoke_rate=0.5, burst_s=4)) as caller:
+    async with agentcore_server(quotas=Quotas(invoke_rate=0.5, burst_s=4)) as caller:
         await caller.ready()
         session = session_id()
         assert await outcomes([lambda: caller.invoke({}, session)] * 5) == {"200": 2, "429": 3}
@@ -261,7 +263,7 @@ async def test_invokes_of_one_agent_have_a_rate() -> None:
     ],
 )
 async def test_a_fault_is_answered_as_the_service_would(kind: str, error: str, status: int) -> None:
-    async with acr(faults={kind: InjectedFault(1.0)}) as caller:
+    async with agentcore_server(faults={kind: InjectedFault(1.0)}) as caller:
         await caller.ready()
         with pytest.raises(getattr(caller.data.exceptions, error), match=f"--fault {kind}") as caught:
             await caller.invoke({})
@@ -271,7 +273,7 @@ async def test_a_fault_is_answered_as_the_service_would(kind: str, error: str, s
 
 
 async def test_a_cut_connection_leaves_a_session_that_took_the_payload() -> None:
-    async with acr(faults={"cut": InjectedFault(1.0)}) as caller:
+    async with agentcore_server(faults={"cut": InjectedFault(1.0)}) as caller:
         await caller.ready()
         session = session_id()
         with pytest.raises(botocore.exceptions.ConnectionClosedError):
@@ -281,7 +283,7 @@ async def test_a_cut_connection_leaves_a_session_that_took_the_payload() -> None
 
 
 async def test_a_hanging_answer_comes_late() -> None:
-    async with acr(faults={"hang": InjectedFault(1.0, 0.5)}) as caller:
+    async with agentcore_server(faults={"hang": InjectedFault(1.0, 0.5)}) as caller:
         await caller.ready()
         began = time.monotonic()
         await caller.invoke({})
@@ -289,7 +291,7 @@ async def test_a_hanging_answer_comes_late() -> None:
 
 
 async def test_a_session_that_is_killed_by_bad_luck_is_started_anew() -> None:
-    async with acr(faults={"die": InjectedFault(1.0, 0.3)}) as caller:
+    async with agentcore_server(faults={"die": InjectedFault(1.0, 0.3)}) as caller:
         await caller.ready()
         session = session_id()
         with pytest.raises(caller.data.exceptions.RuntimeClientError):
@@ -299,7 +301,7 @@ async def test_a_session_that_is_killed_by_bad_luck_is_started_anew() -> None:
 
 
 async def test_a_stop_that_lies_leaves_the_session_running() -> None:
-    async with acr(faults={"lie": InjectedFault(1.0)}) as caller:
+    async with agentcore_server(faults={"lie": InjectedFault(1.0)}) as caller:
         await caller.ready()
         session = session_id()
         await caller.invoke({}, session)
@@ -314,25 +316,25 @@ async def test_a_client_that_goes_away_from_a_stream_ends_it() -> None:
         next(answer["response"].iter_lines())
         answer["response"].close()
 
-    async with acr(pace=FAST) as caller:
+    async with agentcore_server(pace=FAST) as caller:
         await caller.ready(lifecycleConfiguration=QUICK)
         await asyncio.to_thread(leave, caller.data, caller.arn)
-        await caller.until_sessions(0)  # it is idle only when the stream has ended
+        await caller.wait_sessions(0)  # it is idle only when the stream has ended
         assert (await caller.view("stats"))["ends"] == {"idle": 1}
 
 
 async def test_a_program_that_dies_in_the_middle_of_a_stream_breaks_it() -> None:
-    async with acr() as caller:
+    async with agentcore_server() as caller:
         await caller.ready()
         session = session_id()
         with pytest.raises((botocore.exceptions.ResponseStreamingError, urllib3.exceptions.ProtocolError)):
             await caller.raw({"do": "stream", "n": 3, "last": "die"}, session)
-        await caller.until_sessions(0)
+        await caller.wait_sessions(0)
         assert (await caller.invoke({}, session))["count"] == 1
 
 
 async def test_a_stream_that_takes_too_long_is_broken_off_and_the_session_stays() -> None:
-    async with acr(pace=Timings(stream_s=0.5)) as caller:
+    async with agentcore_server(pace=Timings(stream_s=0.5)) as caller:
         await caller.ready()
         with pytest.raises((botocore.exceptions.ResponseStreamingError, urllib3.exceptions.ProtocolError)):
             await caller.raw({"do": "stream", "n": 1000})

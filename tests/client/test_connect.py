@@ -152,7 +152,7 @@ def test_the_page_lists_what_open_takes_and_what_a_future_has() -> None:
     futures = text.partition("## Futures\n")[2].partition("`result` raises")[0]
     has = {name for row in re.findall(r"^\| (`.*?) \|", futures, re.M) for name in re.findall(r"`(\w+)", row)}
     public = {name for name in dir(RolloutFuture) if not name.startswith("_")}
-    assert has == {*public, "rollout", "await"} - {"settle", "fail", "expire"}
+    assert has == {*public, "rollout", "await"} - {"set_summary", "fail", "expire"}
 
 
 @pytest.mark.parametrize(

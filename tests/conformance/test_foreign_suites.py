@@ -14,7 +14,7 @@ from afield import factory
 from afield.cli.main import main
 from afield.conformance.clients.base import ClientCommand, Stage
 from afield.conformance.model import CONTROL, IMAGE, SWITCHABLE_TEMPLATE, write_model
-from afield.conformance.runner import serving
+from afield.conformance.runner import run_gateway
 from afield.conformance.suites import registry
 from afield.conformance.suites.rule_model import RuleModel, read_prompt
 from afield.conformance.suites.runner import CaseResult, ForeignSuite, judge
@@ -120,7 +120,7 @@ async def test_the_model_calls_tools_and_goes_on_from_their_results(tmp_path: Pa
     engine = factory.load("engine", "scripted", factory.ENGINES)(
         RuleModel(vocabulary), max_context=8192, vocab_size=vocabulary.size
     )
-    async with serving(engine, model, tmp_path) as up:
+    async with run_gateway(engine, model, tmp_path) as up:
         ticket = await up.gateway.open(SessionSpec(id="s"))
         client = openai.AsyncOpenAI(base_url=ticket.openai_base_url, api_key=ticket.api_key)
         messages: list[Any] = [

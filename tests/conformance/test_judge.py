@@ -17,14 +17,14 @@ from msgspec import Struct, structs
 from afield.chat.vocabulary import Vocabulary
 from afield.cli.main import main
 from afield.conformance import runner
-from afield.conformance.clients import CLIENTS, chosen
+from afield.conformance.clients import CLIENTS, select_clients
 from afield.conformance.clients.base import Client, ClientCommand, Stage
 from afield.conformance.decoders import ClientCall, ClientMessage, ClientRequest, UnknownShape, decode
 from afield.conformance.environments import interpreter, python_environment
 from afield.conformance.judge import Verdict, judge
-from afield.conformance.model import CHATML, families, hermes, qwen_xml, write_model
+from afield.conformance.model import CHATML, hermes, qwen_xml, select_families, write_model
 from afield.conformance.oracle import Oracle, Renderer, fold_system
-from afield.conformance.proxy import CapturedRequest, Faults, captured
+from afield.conformance.proxy import CapturedRequest, FaultPlan, parse_request
 from afield.conformance.scenario import (
     LONG,
     ModelReply,
@@ -78,21 +78,26 @@ COURSE = steps(
 class Judged(Struct, frozen=True):
     """What the judge is given about a walk."""
 
-    ledger: list[Any]
+    engine_calls: list[Any]
     record: SessionRecord
     script: Script
     sent: list[CapturedRequest]
     renderer: Renderer
 
-    def verdict(self, record: SessionRecord, branches: int = 1, ledger: list[Any] | None = None) -> Verdict:
-        served = self.ledger if ledger is None else ledger
+    def verdict(
+        self, record: SessionRecord, branches: int = 1, engine_calls: list[Any] | None = None
+    ) -> Verdict:
+        served = self.engine_calls if engine_calls is None else engine_calls
         return judge(served, record, branches, COURSE.excluded, self.script.places)
 
     def prompts(
-        self, sent: list[CapturedRequest] | None = None, ledger: list[Any] | None = None
+        self, sent: list[CapturedRequest] | None = None, engine_calls: list[Any] | None = None
     ) -> list[str]:
         """What the oracle finds."""
-        sent, served = self.sent if sent is None else sent, self.ledger if ledger is None else ledger
+        sent, served = (
+            self.sent if sent is None else sent,
+            self.engine_calls if engine_calls is None else engine_calls,
+        )
         return Oracle(self.renderer, sent, served, self.script.replies).problems
 
 
@@ -105,13 +110,13 @@ def anyio_backend() -> str:
 async def judged(tmp_path_factory: pytest.TempPathFactory, anyio_backend: str) -> Judged:
     """A walk of ten turns with a 500 and a lost connection on the way."""
     folder = tmp_path_factory.mktemp("walk")
-    async with runner.gateway(COURSE, folder) as up:
+    async with runner.gateway_under_test(COURSE, folder) as up:
         ticket = await up.gateway.open(SessionSpec(id="walk"))
         await walk(f"http://127.0.0.1:{up.port}/s/walk/v1", ticket.api_key)
-        assert up.faults.fired == {"main-3": NetworkFault.REFUSE, "main-5": NetworkFault.CUT}
-        assert up.script.unsaid() == [] and up.script.surprises == []
+        assert up.faults.injected == {"main-3": NetworkFault.REFUSE, "main-5": NetworkFault.CUT}
+        assert up.script.unused_replies() == [] and up.script.unexpected_prompts == []
         record = await up.gateway.finalize("walk")
-        return Judged(list(up.ledger), record, up.script, up.faults.requests, up.renderer)
+        return Judged(list(up.engine_calls), record, up.script, up.faults.requests, up.renderer)
 
 
 async def test_a_faithful_record_is_ok(judged: Judged):
@@ -264,8 +269,8 @@ async def test_damage_is_found(judged: Judged, damage: Callable[[SessionRecord],
     assert any(told in problem for problem in verdict.problems), verdict
 
 
-async def test_a_call_the_ledger_lacks_is_found(judged: Judged):
-    assert not judged.verdict(judged.record, ledger=judged.ledger[:-1]).ok
+async def test_a_call_the_engine_did_not_record_is_found(judged: Judged):
+    assert not judged.verdict(judged.record, engine_calls=judged.engine_calls[:-1]).ok
 
 
 async def test_another_number_of_branches_is_found(judged: Judged):
@@ -274,10 +279,10 @@ async def test_another_number_of_branches_is_found(judged: Judged):
 
 async def test_a_retry_that_was_sampled_and_trained_twice_is_a_duplicate(judged: Judged):
     """The second answer to the same prompt is faithful to the engine, and still one too many."""
-    ledger, record = judged.ledger, judged.record
+    engine_calls, record = judged.engine_calls, judged.record
     last, row = record.turns[-1], record.trajectories[-1]
     logprobs = tuple(p - 1 for p in last.logprobs)
-    again = structs.replace(ledger[-1], logprobs=logprobs)
+    again = structs.replace(engine_calls[-1], logprobs=logprobs)
     twin = structs.replace(last, id="twin", logprobs=logprobs)
     start, end = row.turns[-1].start, row.turns[-1].end
     mask = (*(0,) * start, *(1,) * (end - start))
@@ -290,7 +295,7 @@ async def test_a_retry_that_was_sampled_and_trained_twice_is_a_duplicate(judged:
     )
     rows = (*record.trajectories, second)
     doubled = structs.replace(record, turns=(*record.turns, twin), trajectories=rows)
-    verdict = judged.verdict(doubled, 2, [*ledger, again])
+    verdict = judged.verdict(doubled, 2, [*engine_calls, again])
     assert (verdict.matched, verdict.duplicates) == (12, 1)
     assert not verdict.ok
 
@@ -400,23 +405,25 @@ async def test_a_request_that_was_never_asked_is_found(judged: Judged):
 
 
 async def test_a_call_without_a_request_is_found(judged: Judged):
-    problems = judged.prompts(ledger=[*judged.ledger, judged.ledger[-1]])
-    assert problems == [f"call {judged.ledger[-1].call_id} belongs to no request: all were asked already"]
+    problems = judged.prompts(engine_calls=[*judged.engine_calls, judged.engine_calls[-1]])
+    assert problems == [
+        f"call {judged.engine_calls[-1].call_id} belongs to no request: all were asked already"
+    ]
 
 
 async def test_a_sampled_turn_in_other_tokens_is_found(judged: Judged, vocabulary: Vocabulary):
     """The text is the same, and the client could not tell."""
-    last, before = judged.ledger[-1], judged.ledger[-2]
+    last, before = judged.engine_calls[-1], judged.engine_calls[-2]
     at, end = len(before.prompt_ids), len(before.prompt_ids) + len(before.token_ids)
     again = tuple(vocabulary.encode(vocabulary.decode(before.token_ids)))
     assert again != before.token_ids
     other = structs.replace(last, prompt_ids=(*last.prompt_ids[:at], *again, *last.prompt_ids[end:]))
-    problems = judged.prompts(ledger=[*judged.ledger[:-1], other])
+    problems = judged.prompts(engine_calls=[*judged.engine_calls[:-1], other])
     assert any("does not begin with the ids of the call it goes on from" in problem for problem in problems)
 
 
 async def test_text_that_became_a_control_token_is_found(judged: Judged, vocabulary: Vocabulary):
-    first, *rest = judged.ledger
+    first, *rest = judged.engine_calls
     written = list(vocabulary.encode("<|im_end|>"))
     assert len(written) == 1
     ids = first.prompt_ids
@@ -424,7 +431,7 @@ async def test_text_that_became_a_control_token_is_found(judged: Judged, vocabul
     ends = [n for n in range(len(ids)) if vocabulary.decode(ids[n:]).startswith(" is text")]
     other = structs.replace(first, prompt_ids=(*ids[: spelled[-1]], *written, *ids[ends[-1] :]))
     assert vocabulary.decode(other.prompt_ids) == vocabulary.decode(ids)
-    assert any("is no request's" in problem for problem in judged.prompts(ledger=[other, *rest]))
+    assert any("is no request's" in problem for problem in judged.prompts(engine_calls=[other, *rest]))
 
 
 def test_later_system_messages_are_folded_where_a_template_refuses_them():
@@ -536,7 +543,7 @@ WIRES = {
 
 def on_the_wire(target: str, body: Any) -> CapturedRequest:
     head = f"POST {target} HTTP/1.1\r\nContent-Type: application/json\r\n\r\n".encode()
-    return captured(head, json.dumps(body).encode(), None)
+    return parse_request(head, json.dumps(body).encode(), None)
 
 
 @pytest.mark.parametrize("target", WIRES)
@@ -546,7 +553,7 @@ def test_the_same_conversation_is_read_in_every_dialect(target: str):
 
 def test_what_asks_no_model_is_no_request():
     assert decode(on_the_wire("/v1/messages/count_tokens", MESSAGES)) is None
-    assert decode(captured(b"GET /v1/models HTTP/1.1\r\n\r\n", b"", None)) is None
+    assert decode(parse_request(b"GET /v1/models HTTP/1.1\r\n\r\n", b"", None)) is None
 
 
 def test_a_shape_that_nobody_knows_is_not_passed_over():
@@ -593,10 +600,10 @@ def test_a_thread_stands_at_its_last_marker():
 
 
 def test_a_fault_happens_once():
-    faults = Faults({"main-1": NetworkFault.REFUSE})
+    faults = FaultPlan({"main-1": NetworkFault.REFUSE})
     body = f'{{"messages": ["{marker("main", 1)}"]}}'.encode()
-    assert [faults.of(body), faults.of(body)] == [NetworkFault.REFUSE, None]
-    assert faults.fired == {"main-1": NetworkFault.REFUSE}
+    assert [faults.take(body), faults.take(body)] == [NetworkFault.REFUSE, None]
+    assert faults.injected == {"main-1": NetworkFault.REFUSE}
 
 
 @pytest.mark.parametrize("clean", [False, True])
@@ -611,7 +618,7 @@ async def test_a_lost_answer_is_complete_for_the_gateway_and_broken_for_its_clie
         clean=clean,
     )
     body: Any = {"messages": [{"role": "user", "content": marker("main", 0)}], "stream": stream}
-    async with runner.gateway(course, tmp_path) as up, aiohttp.ClientSession() as http:
+    async with runner.gateway_under_test(course, tmp_path) as up, aiohttp.ClientSession() as http:
         ticket = await up.gateway.open(SessionSpec(id="lost"))
         url = f"http://127.0.0.1:{up.port}/s/lost/v1/chat/completions"
         headers, received = {"Authorization": f"Bearer {ticket.api_key}"}, b""
@@ -623,7 +630,7 @@ async def test_a_lost_answer_is_complete_for_the_gateway_and_broken_for_its_clie
             assert not (clean and stream)
         assert (b"data: " in received) == stream
         assert b"[DONE]" not in received and b"choices" not in received[-20:]
-        [served] = up.ledger
+        [served] = up.engine_calls
         assert served.finish is not None
         record = await up.gateway.finalize("lost")
         assert [turn.status for turn in record.turns] == [TurnStatus.COMMITTED]
@@ -649,8 +656,8 @@ def client(code: str) -> Client:
 
 async def test_a_client_that_does_nothing_is_not_ok(tmp_path: Path):
     verdict = await runner.check(client("pass"), tmp_path, tmp_path / "run", "")
-    assert "never asked at 'main-0'" in verdict.problems
-    assert "the fault at main-3 never happened" in verdict.problems
+    assert "no request at marker 'main-0'" in verdict.problems
+    assert "the fault at marker 'main-3' was not injected" in verdict.problems
 
 
 async def test_a_client_that_fails_is_not_ok(tmp_path: Path):
@@ -669,8 +676,8 @@ async def test_a_client_that_cannot_be_installed_is_skipped_with_the_reason_and_
     assert not verdict.ok
 
 
-def test_what_terminus_2_kept_is_held_against_the_ledger(tmp_path: Path, judged: Judged):
-    ledger = [entry for entry in judged.ledger if entry.token_ids]
+def test_the_trajectory_of_terminus_2_must_match_the_engine_calls(tmp_path: Path, judged: Judged):
+    engine_calls = [entry for entry in judged.engine_calls if entry.token_ids]
     stage = Stage(home=tmp_path, work=tmp_path, programs=tmp_path, base_url="", api_key="", model="m")
     folder = tmp_path / "jobs" / "job" / "trial"
     folder.mkdir(parents=True)
@@ -682,19 +689,19 @@ def test_what_terminus_2_kept_is_held_against_the_ledger(tmp_path: Path, judged:
             "logprobs": [entry.logprobs for entry in entries],
         }
         (folder / "result.json").write_text(json.dumps({"agent_result": {"rollout_details": [detail]}}))
-        return CLIENTS["terminus-2"].inspect(stage, ledger)
+        return CLIENTS["terminus-2"].inspect(stage, engine_calls)
 
-    assert kept(ledger) == []
-    assert kept(ledger[1:]) == []  # the answer that was lost
-    assert "8 turns" in kept(ledger[2:])[0]
-    assert "10 of 10 turns" in kept(ledger, shift=1)[0]
+    assert kept(engine_calls) == []
+    assert kept(engine_calls[1:]) == []  # the answer that was lost
+    assert "8 turns" in kept(engine_calls[2:])[0]
+    assert "10 of 10 turns" in kept(engine_calls, shift=1)[0]
     assert "0 turns" in kept([])[0]
 
 
 def test_an_unknown_client_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]):
     assert main(["conformance", "emacs"]) == 2
     assert "mini-swe-agent" in capsys.readouterr().err
-    assert chosen([]) == list(CLIENTS.values())
+    assert select_clients([]) == list(CLIENTS.values())
 
 
 def test_a_folder_that_is_in_use_is_not_written_to(tmp_path: Path):
@@ -715,9 +722,9 @@ def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path):
 
 
 def test_an_unknown_template_family_is_refused_with_the_known_ones():
-    assert CHATML in families([])
+    assert CHATML in select_families([])
     with pytest.raises(UsageError, match=r"choose from: chatml, qwen3\.5"):
-        families(["alpaca"])
+        select_families(["alpaca"])
 
 
 def test_a_scenario_for_every_client_named_in_the_requirements():
@@ -726,4 +733,4 @@ def test_a_scenario_for_every_client_named_in_the_requirements():
     wanted |= {"qwen-code", "gemini-cli"}
     assert wanted <= set(CLIENTS)
     with pytest.raises(UsageError, match="choose from"):
-        chosen(["nobody"])
+        select_clients(["nobody"])

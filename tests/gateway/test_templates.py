@@ -14,7 +14,7 @@ from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.errors import UsageError
 from afield.sdk.agent import Context
 from support.client_gateway import threaded_gateway
-from support.client_requests import replayed, requests
+from support.client_requests import replay, requests
 from support.gateways import running
 from templates.models import ALL, write_model
 
@@ -70,7 +70,7 @@ def test_there_are_requests_of_every_pinned_client() -> None:
 @pytest.mark.parametrize("name", ALL)
 async def test_every_client_is_answered_on_every_template(tmp_path: Path, name: str) -> None:
     model = write_model(tmp_path / "model", name)
-    records, unanswered = await replayed(model, tmp_path / "store")
+    records, unanswered = await replay(model, tmp_path / "store")
     assert unanswered == []
     for client, sent in requests().items():
         turns = records[client].turns
@@ -81,7 +81,7 @@ async def test_every_client_is_answered_on_every_template(tmp_path: Path, name: 
 
 async def test_strict_sessions_of_clients_with_later_system_messages_are_refused(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "moving")
-    _, refused = await replayed(model, tmp_path / "store", render="strict")
+    _, refused = await replay(model, tmp_path / "store", render="strict")
     assert {"claude-code", "codex", "opencode"} <= {line.split()[0] for line in refused}
     assert all(" 400 " in line for line in refused)
 

@@ -21,7 +21,7 @@ from afield.chat import ChatTokenizer, TemplateRefusal
 from afield.chat.sample_conversations import TOOL, conversations
 from afield.chat.turn_suffix import ANCHOR
 from afield.settings.environment import Environment
-from support.client_requests import replayed
+from support.client_requests import replay
 from templates.models import write_template
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
@@ -162,7 +162,7 @@ def test_every_client_is_answered_on_every_template_and_every_tool_call_can_be_r
         assert profile.tool_format is not None, family
         if family in NEEDED:
             assert set(profile.rules) - {"developer-as-system"} == NEEDED[family], family
-        _, unanswered = asyncio.run(replayed(model, tmp_path / f"{family}-store"))
+        _, unanswered = asyncio.run(replay(model, tmp_path / f"{family}-store"))
         assert unanswered == [], family
 
 

@@ -31,7 +31,7 @@ def session_id() -> str:
     return str(uuid.uuid4())
 
 
-async def gone(*pids: int) -> None:
+async def wait_gone(*pids: int) -> None:
     """Killed processes take a moment to go."""
     with anyio.fail_after(60):
         while any(alive(pid) for pid in pids):
@@ -49,7 +49,7 @@ def client(service: str, url: str) -> Any:
     return boto3.client(service, endpoint_url=url, region_name="us-west-2", config=config, **keys)
 
 
-class Caller:
+class AgentCoreClient:
     """What a program that uses AgentCore does, without blocking the server beside it."""
 
     def __init__(self, url: str) -> None:
@@ -75,9 +75,9 @@ class Caller:
 
     async def ready(self, name: str = "math", **more: Any) -> str:
         made = await self.create(name, **more)
-        return await self.until_settled(made["agentRuntimeId"])
+        return await self.wait_created(made["agentRuntimeId"])
 
-    async def until_settled(self, runtime_id: str) -> str:
+    async def wait_created(self, runtime_id: str) -> str:
         with anyio.fail_after(90):
             while True:
                 got = await self.call(self.control.get_agent_runtime, agentRuntimeId=runtime_id)
@@ -113,7 +113,7 @@ class Caller:
     async def sessions(self) -> list[dict[str, Any]]:
         return (await self.view("sessions"))["sessions"]
 
-    async def until_sessions(self, n: int, seconds: float = 90) -> list[dict[str, Any]]:
+    async def wait_sessions(self, n: int, seconds: float = 90) -> list[dict[str, Any]]:
         with anyio.fail_after(seconds):
             while len(found := await self.sessions()) != n:
                 await anyio.sleep(0.05)
@@ -121,9 +121,9 @@ class Caller:
 
 
 @asynccontextmanager
-async def acr(**options: Any) -> AsyncIterator[Caller]:
+async def agentcore_server(**options: Any) -> AsyncIterator[AgentCoreClient]:
     """`isolation` is none unless a test is about the sandbox."""
     options = {"images": IMAGES, "isolation": "none", **options}
     http = options.pop("http", "auto")
     async with AgentCoreServer(AgentCoreServerOptions(**options), http=http) as server:
-        yield Caller(server.url)
+        yield AgentCoreClient(server.url)

@@ -29,7 +29,7 @@ def requests() -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-async def replayed(model: Path, store: Path, **spec: Any) -> tuple[dict[str, SessionRecord], list[str]]:
+async def replay(model: Path, store: Path, **spec: Any) -> tuple[dict[str, SessionRecord], list[str]]:
     """What each client's session recorded with this model, and the requests that got no answer."""
     unanswered: list[str] = []
     records: dict[str, SessionRecord] = {}

@@ -131,14 +131,14 @@ class ProcessHosts:
 
     async def start(self, image: AgentImage, name: str, env: Mapping[str, str]) -> ProcessHost:
         try:
-            host = await self._start(image, self._logs / f"{name}.log", env)
+            host = await self._start_process(image, self._logs / f"{name}.log", env)
         except OSError as error:
             raise HostError(f"{image} cannot be started: {error}") from error
         self._alive.add(host)
         host.gone.add_done_callback(lambda _: self._alive.discard(host))
         return host
 
-    async def _start(self, image: AgentImage, log: Path, env: Mapping[str, str]) -> ProcessHost:
+    async def _start_process(self, image: AgentImage, log: Path, env: Mapping[str, str]) -> ProcessHost:
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(socket.socket())
             # A command cannot inherit the socket and finds its port in PORT. The bound socket reserves the

@@ -48,14 +48,14 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from afield.conformance.clients import chosen
-    from afield.conformance.model import families
+    from afield.conformance.clients import select_clients
+    from afield.conformance.model import select_families
 
     if args.keep and args.keep.exists() and any(args.keep.iterdir()):
         raise UsageError(f"{args.keep} is not empty; give --keep a new folder")
     if args.suites:
         return _run_suites(args)
-    clients, templates = chosen(args.clients), families(args.template)
+    clients, templates = select_clients(args.clients), select_families(args.template)
     with tempfile.TemporaryDirectory(prefix="afield-", ignore_cleanup_errors=True) as scratch:
         folder = (args.keep or Path(scratch)).absolute()
         verdicts = {
@@ -68,11 +68,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_suites(args: argparse.Namespace) -> int:
-    from afield.conformance.suites.registry import chosen_suites
+    from afield.conformance.suites.registry import select_suites
 
     if args.template:
         raise UsageError("--template is for clients; suites run on a template of their own")
-    suites = chosen_suites(args.clients)
+    suites = select_suites(args.clients)
     with tempfile.TemporaryDirectory(prefix="afield-", ignore_cleanup_errors=True) as scratch:
         folder = (args.keep or Path(scratch)).absolute()
         results = {suite.name: _check_suite(suite, folder / suite.name) for suite in suites}

@@ -53,7 +53,7 @@ class BatchItem(Struct, frozen=True, kw_only=True):
 class EndedRequest(Struct, frozen=True):
     """Request with its completed future."""
 
-    wish: RolloutRequest
+    request: RolloutRequest
     """Request that was submitted."""
     future: RolloutFuture
     """Future of its rollout."""
@@ -67,18 +67,18 @@ class RolloutBatch:
 
     def __init__(
         self,
-        wishes: Sequence[RolloutRequest],
+        requests: Sequence[RolloutRequest],
         submit: Callable[[Rollout], RolloutFuture],
         *,
         ahead: int,
         timeout: float | None,
     ) -> None:
-        self.wishes = wishes
+        self.requests = requests
         self.timeout = timeout
         self._submit = submit
         self._ahead = ahead
         self._put: Put = lambda _: None
-        self._left = deque(wishes)
+        self._left = deque(requests)
         self._running: dict[str, RolloutFuture] = {}
         self._closed = False
         self._lock = threading.Lock()
@@ -88,7 +88,7 @@ class RolloutBatch:
 
     def __exit__(self, *exc: object) -> None:
         with self._lock:
-            self._closed, self.wishes, running = True, (), list(self._running.values())
+            self._closed, self.requests, running = True, (), list(self._running.values())
             self._left.clear()
         for future in running:
             future.cancel()
@@ -103,40 +103,40 @@ class RolloutBatch:
         with self._lock:
             running, left = list(self._running.values()), list(self._left)
             self._left.clear()
-        told = f"no outcome when the {self.timeout:g} s of its batch were over"
+        message = f"no outcome within the {self.timeout:g} s of its batch"
         for future in running:
-            future.expire(told, attempts(future.rollout.id))
-        for wish in left:
-            future = RolloutFuture(wish.rollout, end=lambda *_: None, read=_nowhere)
-            future.expire(f"{told}; it was not begun")
-            self._put(EndedRequest(wish, future))
+            future.expire(f"{message}; raise timeout", attempts(future.rollout.id))
+        for request in left:
+            future = RolloutFuture(request.rollout, end=lambda *_: None, read=_not_started)
+            future.expire(f"{message}; it was not started, raise timeout or concurrency")
+            self._put(EndedRequest(request, future))
 
     def _next(self) -> None:
         with self._lock:  # held over pop and submit to keep the order
             if not self._left:
                 return
-            wish = self._left.popleft()
+            request = self._left.popleft()
             try:
-                future = self._running[wish.rollout.id] = self._submit(wish.rollout)
+                future = self._running[request.rollout.id] = self._submit(request.rollout)
             except AfieldError as error:
                 self._put(error)
                 return
-        future.add_done_callback(partial(self._ended, wish))
+        future.add_done_callback(partial(self._ended, request))
 
-    def _ended(self, wish: RolloutRequest, future: RolloutFuture) -> None:
+    def _ended(self, request: RolloutRequest, future: RolloutFuture) -> None:
         with self._lock:
-            self._running.pop(wish.rollout.id, None)
+            self._running.pop(request.rollout.id, None)
             if self._closed:
                 return
-        self._put(EndedRequest(wish, future))
+        self._put(EndedRequest(request, future))
         self._next()
 
 
 def as_item(ended: EndedRequest) -> BatchItem:
     return BatchItem(
-        index=ended.wish.index,
-        input_id=ended.wish.rollout.task.id,
-        rollout=ended.wish.k,
+        index=ended.request.index,
+        input_id=ended.request.rollout.task.id,
+        rollout=ended.request.k,
         elapsed=ended.future.elapsed,
         finished=ended.future.finished(),
     )
@@ -145,23 +145,23 @@ def as_item(ended: EndedRequest) -> BatchItem:
 class GroupAssembler:
     """Collects the rollouts of each group until the group is complete."""
 
-    def __init__(self, wishes: Sequence[RolloutRequest]) -> None:
-        self._missing = Counter(wish.rollout.group_id for wish in wishes)
+    def __init__(self, requests: Sequence[RolloutRequest]) -> None:
+        self._missing = Counter(request.rollout.group_id for request in requests)
         self._ended: defaultdict[str, list[EndedRequest]] = defaultdict(list)
 
     def add(self, ended: EndedRequest) -> Group | None:
         """Add a rollout; returns the group if this was its last one."""
-        rollout = ended.wish.rollout
+        rollout = ended.request.rollout
         self._ended[rollout.group_id].append(ended)
         self._missing[rollout.group_id] -= 1
         if self._missing[rollout.group_id]:
             return None
-        members = sorted(self._ended.pop(rollout.group_id), key=lambda one: one.wish.k)
+        members = sorted(self._ended.pop(rollout.group_id), key=lambda one: one.request.k)
         finished = tuple(one.future.finished() for one in members)
         return Group(
             id=rollout.group_id, task_id=rollout.task.id, epoch=0, split=rollout.split, finished=finished
         )
 
 
-def _nowhere(rollout_id: str) -> RolloutResult:
-    raise AssertionError(f"{rollout_id} was not begun")
+def _not_started(rollout_id: str) -> RolloutResult:
+    raise AssertionError(f"{rollout_id} was not started")

@@ -52,9 +52,9 @@ class RolloutFuture:
         self.rollout = rollout
         self._end = end
         self._read = read
-        self._note: futures.Future[RolloutSummary] = futures.Future()
+        self._summary: futures.Future[RolloutSummary] = futures.Future()
         self._claim = threading.Lock()
-        self._unread: RolloutResult | None = None
+        self._local_result: RolloutResult | None = None
         self._began = time.monotonic()
         self._ended: float | None = None
 
@@ -68,17 +68,17 @@ class RolloutFuture:
         return (self._ended or time.monotonic()) - self._began
 
     def done(self) -> bool:
-        return self._note.done()
+        return self._summary.done()
 
     def cancelled(self) -> bool:
-        return self._note.cancelled()
+        return self._summary.cancelled()
 
     def cancel(self) -> bool:
         """End the rollout and its session; a later outcome is refused. Returns False if it had finished."""
-        if not self._claimed():
-            return self._note.cancelled()
-        self._note.cancel()
-        self._note.set_running_or_notify_cancel()
+        if not self._claim_completion():
+            return self._summary.cancelled()
+        self._summary.cancel()
+        self._summary.set_running_or_notify_cancel()
         self._end(self, "it was cancelled by its caller")
         return True
 
@@ -87,38 +87,38 @@ class RolloutFuture:
 
         Raises a RolloutFailure for failures other than policy failures, and CancelledError after `cancel`.
         """
-        note = self._within(timeout)
-        failure = note.outcome.failure
+        summary = self._wait_summary(timeout)
+        failure = summary.outcome.failure
         if failure is not None and failure.kind is not FailureKind.POLICY:
             raise raisable(failure)
-        return self._found(note)
+        return self._load(summary)
 
     def finished(self, timeout: float | None = None) -> RolloutResult:
         """Wait for the result and return it, with any failure in its outcome."""
-        return self._found(self._within(timeout))
+        return self._load(self._wait_summary(timeout))
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the result and return the exception that `result` raises, or None."""
         self._wait(timeout)
-        if (error := self._note.exception()) is not None:
+        if (error := self._summary.exception()) is not None:
             return error
-        failure = self._note.result().outcome.failure
+        failure = self._summary.result().outcome.failure
         return raisable(failure) if failure and failure.kind is not FailureKind.POLICY else None
 
     def __await__(self) -> Generator[Any, None, RolloutResult]:
-        return self._awaited().__await__()
+        return self._await_result().__await__()
 
-    async def _awaited(self) -> RolloutResult:
+    async def _await_result(self) -> RolloutResult:
         loop = asyncio.get_running_loop()
-        told = loop.create_future()
+        done = loop.create_future()
 
-        def tell(_: object) -> None:
+        def wake(_: object) -> None:
             with contextlib.suppress(RuntimeError):  # the waiting loop is closed
-                loop.call_soon_threadsafe(lambda: told.done() or told.set_result(None))
+                loop.call_soon_threadsafe(lambda: done.done() or done.set_result(None))
 
-        self._note.add_done_callback(tell)
+        self._summary.add_done_callback(wake)
         try:
-            await told
+            await done
         except asyncio.CancelledError:
             self.cancel()
             raise
@@ -129,54 +129,54 @@ class RolloutFuture:
 
         The callback must not block.
         """
-        self._note.add_done_callback(lambda _: call(self))
+        self._summary.add_done_callback(lambda _: call(self))
 
     # --- called by the client --------------------------------------------------------------------
 
-    def settle(self, note: RolloutSummary) -> bool:
+    def set_summary(self, summary: RolloutSummary) -> bool:
         """Complete the future; returns False if it was completed before."""
-        if claimed := self._claimed():
-            self._note.set_result(note)
+        if claimed := self._claim_completion():
+            self._summary.set_result(summary)
         return claimed
 
     def fail(self, error: BaseException) -> bool:
-        if claimed := self._claimed():
-            self._note.set_exception(error)
+        if claimed := self._claim_completion():
+            self._summary.set_exception(error)
         return claimed
 
-    def expire(self, told: str, attempts: int = 1) -> bool:
+    def expire(self, message: str, attempts: int = 1) -> bool:
         """End the rollout with a timeout failure; returns False if it was done before."""
-        failure = Failure(FailureKind.INFRASTRUCTURE, Reason.TIMEOUT, told)
+        failure = Failure(FailureKind.INFRASTRUCTURE, Reason.TIMEOUT, message)
         outcome = wire.failed(self.rollout.id, attempts, failure)
-        if claimed := self._claimed():
-            self._unread = RolloutResult(rollout=self.rollout, outcome=outcome, attempts=attempts)
-            self._note.set_result(RolloutSummary(outcome, attempts))
-            self._end(self, told)
+        if claimed := self._claim_completion():
+            self._local_result = RolloutResult(rollout=self.rollout, outcome=outcome, attempts=attempts)
+            self._summary.set_result(RolloutSummary(outcome, attempts))
+            self._end(self, message)
         return claimed
 
-    def _claimed(self) -> bool:
+    def _claim_completion(self) -> bool:
         """Claim the right to complete the future; returns True to the first caller only."""
         if not self._claim.acquire(blocking=False):
             return False
         self._ended = time.monotonic()
         return True
 
-    def _within(self, timeout: float | None) -> RolloutSummary:
+    def _wait_summary(self, timeout: float | None) -> RolloutSummary:
         self._wait(timeout)
-        return self._note.result()
+        return self._summary.result()
 
     def _wait(self, timeout: float | None) -> None:
-        if not futures.wait([self._note], timeout).done:
+        if not futures.wait([self._summary], timeout).done:
             self.expire(f"{self.rollout.id} had no outcome in the {timeout:g} s that its caller waited")
 
-    def _found(self, note: RolloutSummary) -> RolloutResult:
-        return self._unread or self._read(note.outcome.rollout_id)
+    def _load(self, summary: RolloutSummary) -> RolloutResult:
+        return self._local_result or self._read(summary.outcome.rollout_id)
 
 
 def raisable(failure: Failure) -> RolloutFailure:
     """Return the exception of a failure's kind, with the remote traceback as a note."""
     late = failure.kind is FailureKind.INFRASTRUCTURE and failure.reason is Reason.TIMEOUT
-    made = (RolloutTimeout if late else ERRORS[failure.kind])(failure.message, failure.reason)
+    error = (RolloutTimeout if late else ERRORS[failure.kind])(failure.message, failure.reason)
     if failure.traceback:
-        made.add_note(failure.traceback)
-    return made
+        error.add_note(failure.traceback)
+    return error

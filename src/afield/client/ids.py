@@ -120,7 +120,7 @@ def _task(row: Row, input_id: str | None) -> Task:
     given = row.get("id") if input_id is None else input_id
     try:
         copied: dict[str, Any] = msgspec.json.decode(wire.encode(dict(row)))
-        made = Task("row", copied)
-        return Task(f"row-{digest(made).hex()[:12]}" if given is None else str(given), copied)
+        task = Task("row", copied)
+        return Task(f"row-{digest(task).hex()[:12]}" if given is None else str(given), copied)
     except (WireError, ValueError) as error:
         raise UsageError(f"the row {given if given is not None else dict(row)!r}: {error}") from error

@@ -110,11 +110,11 @@ class RolloutClient:
         self._live: dict[str, RolloutFuture] = {}
         self._tasks: dict[RolloutFuture, asyncio.Task[RolloutSummary]] = {}
         self._thread: threading.Thread | None = None
-        self._conducted: set[str] = set()
+        self._running_ids: set[str] = set()
         self._loop: Future[asyncio.AbstractEventLoop] = Future()
         self._up: Future[None] = Future()
         self._closed = False
-        self._broken: BaseException | None = None
+        self._error: BaseException | None = None
 
     @classmethod
     def open(cls, **names: Any) -> RolloutClient:
@@ -129,7 +129,9 @@ class RolloutClient:
                 raise UsageError(CLOSED)
             if self._thread is None:
                 name = f"afield-client-{self.config.exp_id}"
-                self._thread = threading.Thread(target=asyncio.run, args=(self._live_on(),), name=name)
+                self._thread = threading.Thread(
+                    target=asyncio.run, args=(self._run_until_closed(),), name=name
+                )
                 self._thread.daemon = True  # a program that does not call close() can still exit
                 self._thread.start()
         try:
@@ -152,11 +154,11 @@ class RolloutClient:
             self._closed, thread = True, self._thread
         if thread is not None:
             self._loop.result()
-            self._tell(self._stop)
+            self._call_in_loop(self._stop)
             if thread is threading.current_thread():  # called in a callback, which the thread cannot join
                 return None
             thread.join()
-        broken, self._broken = self._broken, None
+        broken, self._error = self._error, None
         return broken
 
     def __enter__(self) -> Self:
@@ -193,8 +195,8 @@ class RolloutClient:
 
         Repeating a rollout id returns the same rollout; with another row it raises Conflict.
         """
-        wish = self._names.request(row, input_id, rollout_id, sampling=sampling, split=split)
-        return self._submit(wish.rollout)
+        request = self._names.request(row, input_id, rollout_id, sampling=sampling, split=split)
+        return self._submit(request.rollout)
 
     def begin(self, rollout: Rollout) -> RolloutFuture:
         """Start a rollout whose ids the caller has set."""
@@ -203,8 +205,8 @@ class RolloutClient:
     def _submit(self, rollout: Rollout) -> RolloutFuture:
         with self._lock:
             if self._closed or not self._up.done():
-                told = "the client was not started: use it in a 'with' block, or call start()"
-                raise UsageError(CLOSED if self._closed else told)
+                message = "the client was not started: use it in a 'with' block, or call start()"
+                raise UsageError(CLOSED if self._closed else message)
             before = self._live.get(rollout.id)
             if before is not None:
                 _check_same(before.rollout, rollout)
@@ -212,7 +214,7 @@ class RolloutClient:
                     return before
             future = RolloutFuture(rollout, end=self._end, read=self._rollout_store.get)
             self._live[rollout.id] = future
-            self._tell(partial(self._begin, future, before))
+            self._call_in_loop(partial(self._begin, future, before))
         return future
 
     # --- many ------------------------------------------------------------------------------------
@@ -227,7 +229,7 @@ class RolloutClient:
     def run_groups(self, rows: Iterable[Row], **options: Unpack[Options]) -> Iterator[Group]:
         """Run each row `rollouts` times and yield a group once all rollouts of its input have finished."""
         batch = self._batch(rows, **options)
-        return self._each(batch, GroupAssembler(batch.wishes).add)
+        return self._each(batch, GroupAssembler(batch.requests).add)
 
     def run_batch_async(self, rows: Iterable[Row], **options: Unpack[Options]) -> AsyncIterator[BatchItem]:
         """`run_batch` for `async for`."""
@@ -236,7 +238,7 @@ class RolloutClient:
     def run_groups_async(self, rows: Iterable[Row], **options: Unpack[Options]) -> AsyncIterator[Group]:
         """`run_groups` for `async for`."""
         batch = self._batch(rows, **options)
-        return self._each_async(batch, GroupAssembler(batch.wishes).add)
+        return self._each_async(batch, GroupAssembler(batch.requests).add)
 
     def _batch(
         self,
@@ -249,17 +251,17 @@ class RolloutClient:
         count = self.config.rollouts if rollouts is None else rollouts
         if count < 1:
             raise UsageError(f"rollouts = {count} must be at least 1")
-        wishes = self._names.requests(rows, count, sampling=sampling, split=split)
+        requests = self._names.requests(rows, count, sampling=sampling, split=split)
         # Twice the concurrency keeps every slot busy without holding a long batch in memory.
-        return RolloutBatch(wishes, self._submit, ahead=2 * self.config.concurrency, timeout=timeout)
+        return RolloutBatch(requests, self._submit, ahead=2 * self.config.concurrency, timeout=timeout)
 
     def _each(self, batch: RolloutBatch, make: Callable[[EndedRequest], T | None]) -> Iterator[T]:
         queue: SimpleQueue[EndedRequest | BaseException] = SimpleQueue()
         with batch:
             self._start(batch, queue.put)
-            for _ in batch.wishes:
-                if (made := make(_or_raise(queue.get()))) is not None:
-                    yield made
+            for _ in batch.requests:
+                if (result := make(_or_raise(queue.get()))) is not None:
+                    yield result
 
     async def _each_async(
         self, batch: RolloutBatch, make: Callable[[EndedRequest], T | None]
@@ -273,33 +275,33 @@ class RolloutClient:
 
         with batch:
             self._start(batch, put)
-            for _ in batch.wishes:
-                if (made := await asyncio.to_thread(make, _or_raise(await queue.get()))) is not None:
-                    yield made
+            for _ in batch.requests:
+                if (result := await asyncio.to_thread(make, _or_raise(await queue.get()))) is not None:
+                    yield result
 
     def _start(self, batch: RolloutBatch, put: Put) -> None:
         batch.start(put)
         if (timeout := batch.timeout) is not None:
             loop = self._loop.result()
-            self._tell(lambda: loop.call_later(timeout, batch.expire, self._attempts))
+            self._call_in_loop(lambda: loop.call_later(timeout, batch.expire, self._attempts))
 
     # --- in the client's own thread --------------------------------------------------------------
 
-    async def _live_on(self) -> None:
+    async def _run_until_closed(self) -> None:
         """Run the client until it is closed or fails; then complete every future that is left."""
         self._stopping = asyncio.Event()
-        self._places = asyncio.Semaphore(self.config.concurrency)
-        self._living = asyncio.create_task(self._main())
+        self._slots = asyncio.Semaphore(self.config.concurrency)
+        self._main_task = asyncio.create_task(self._main())
         self._loop.set_result(asyncio.get_running_loop())
-        await asyncio.wait([self._living])
-        error = None if self._living.cancelled() else self._living.exception()
+        await asyncio.wait([self._main_task])
+        error = None if self._main_task.cancelled() else self._main_task.exception()
         with self._lock:
             self._closed = True
             left = list(self._live.values())
         for future in left:
             future.fail(error) if error else future.cancel()
         if self._up.done():
-            self._broken = error
+            self._error = error
         else:
             self._up.set_exception(error or CancelledError())
 
@@ -316,7 +318,7 @@ class RolloutClient:
             model = await stack.enter_async_context(gateway)
             await model.version()
             await agents.check()
-            self._conductor = RolloutRunner(
+            self._runner = RolloutRunner(
                 self.config,
                 gateway=model,
                 runtime=agents,
@@ -326,7 +328,7 @@ class RolloutClient:
                 observer=self._observer,
                 limiter=self.limiter,
             )
-            await stack.enter_async_context(self._conductor)
+            await stack.enter_async_context(self._runner)
             self._up.set_result(None)
             await self._stopping.wait()
             await self._end_all()
@@ -335,7 +337,7 @@ class RolloutClient:
         if self._up.done():
             self._stopping.set()
         else:
-            self._living.cancel()
+            self._main_task.cancel()
 
     async def _end_all(self) -> None:
         with self._lock:
@@ -352,36 +354,36 @@ class RolloutClient:
         earlier = self._tasks.get(before) if before else None
         task = asyncio.create_task(self._run(future, earlier))
         self._tasks[future] = task
-        task.add_done_callback(partial(self._over, future))
+        task.add_done_callback(partial(self._on_task_done, future))
 
     async def _run(
         self, future: RolloutFuture, earlier: asyncio.Task[RolloutSummary] | None
     ) -> RolloutSummary:
         if earlier is not None:
             await asyncio.wait([earlier])
-        async with self._places:
+        async with self._slots:
             if future.done():
                 raise asyncio.CancelledError
-            await asyncio.to_thread(self._recall, future.rollout)
-            self._conducted.add(future.rollout.id)
+            await asyncio.to_thread(self._check_stored, future.rollout)
+            self._running_ids.add(future.rollout.id)
             try:
-                return await self._conductor.run(future.rollout)
+                return await self._runner.run(future.rollout)
             finally:
-                self._conducted.discard(future.rollout.id)
+                self._running_ids.discard(future.rollout.id)
 
-    def _recall(self, rollout: Rollout) -> None:
+    def _check_stored(self, rollout: Rollout) -> None:
         """Check that a stored rollout with this id has the same row; forget it if it was cancelled."""
-        note = self._run_state.rollout_summary(rollout.id)
-        if note is None:
+        summary = self._run_state.rollout_summary(rollout.id)
+        if summary is None:
             return
         try:
             _check_same(self._rollout_store.get(rollout.id).rollout, rollout)
         except NotFound:
             return
-        if note.outcome.failure and note.outcome.failure.reason is Reason.CANCELLED:
+        if summary.outcome.failure and summary.outcome.failure.reason is Reason.CANCELLED:
             self._run_state.forget_rollout(rollout.id)
 
-    def _over(self, future: RolloutFuture, task: asyncio.Task[RolloutSummary]) -> None:
+    def _on_task_done(self, future: RolloutFuture, task: asyncio.Task[RolloutSummary]) -> None:
         del self._tasks[future]
         if task.cancelled() and not future.done():
             return  # the client is closing, and `_live_on` completes the futures that are left
@@ -393,40 +395,40 @@ class RolloutClient:
         if error := task.exception():
             future.fail(error)
             return
-        note = task.result()
-        failure = note.outcome.failure
-        if not future.settle(note) and failure and failure.kind is not FailureKind.POLICY:
+        summary = task.result()
+        failure = summary.outcome.failure
+        if not future.set_summary(summary) and failure and failure.kind is not FailureKind.POLICY:
             self._run_state.forget_rollout(
                 future.rollout.id
             )  # the failure may come from the cancellation, so a later run tries again
 
     def _end(self, future: RolloutFuture, why: str) -> None:
         """End a rollout that no caller waits for. Thread-safe."""
-        self._tell(partial(self._end_here, future, why))
+        self._call_in_loop(partial(self._end_here, future, why))
 
     def _end_here(self, future: RolloutFuture, why: str) -> None:
-        if future.rollout.id in self._conducted and future in self._tasks:
-            self._conductor.cancel(future.rollout.id, why)
+        if future.rollout.id in self._running_ids and future in self._tasks:
+            self._runner.cancel(future.rollout.id, why)
         elif task := self._tasks.get(future):
             task.cancel()  # it still waits for a concurrency slot
 
     def _attempts(self, rollout_id: str) -> int:
         return max(1, len(self._run_state.attempts(rollout_id)))
 
-    def _tell(self, call: Callable[[], object]) -> None:
+    def _call_in_loop(self, call: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.result().call_soon_threadsafe(call)
 
 
 def _check_same(known: Rollout, rollout: Rollout) -> None:
     if digest(known.task) != digest(rollout.task):
-        told = f"rollout {rollout.id} is known with another row, of input {known.task.id!r}"
-        raise Conflict(f"{told}; give this one another rollout_id")
+        message = f"rollout {rollout.id} is known with another row, of input {known.task.id!r}"
+        raise Conflict(f"{message}; give this one another rollout_id")
     if (known.split, known.sampling) != (rollout.split, rollout.sampling):
-        told = (
+        message = (
             f"rollout {rollout.id} is known with another split or sampling ({known.split}, {known.sampling})"
         )
-        raise Conflict(f"{told}; give this one another rollout_id")
+        raise Conflict(f"{message}; give this one another rollout_id")
 
 
 def _or_raise(ended: EndedRequest | BaseException) -> EndedRequest:

@@ -73,7 +73,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
 
 def judge(
-    ledger: Sequence[ServedCall],
+    engine_calls: Sequence[ServedCall],
     record: SessionRecord,
     branches: int,
     allowed: Mapping[str, Sequence[str]],
@@ -82,19 +82,19 @@ def judge(
     """Compare a session record with the engine calls.
 
     Args:
-        ledger: recorded engine calls.
+        engine_calls: recorded engine calls.
         record: record of the session.
         branches: expected number of committed leaves of the turn tree.
         allowed: markers or phrases of the calls that may be excluded from training, by reason.
         places: marker or phrase of each engine call, by call id.
     """
-    served = Counter(_key(entry) for entry in ledger)
+    served = Counter(_key(entry) for entry in engine_calls)
     turns = {turn.id: turn for turn in record.turns}
     recorded = {turn.id: (_prompt(turns, turn), turn.token_ids, turn.logprobs) for turn in record.turns}
     held = Counter(recorded.values())
     trained, problems = _trained(served, record.trajectories)
     excluded = {e.turn: e.reason for e in record.excluded}
-    problems += _unlisted(ledger, record, recorded, allowed, places)
+    problems += _unlisted(engine_calls, record, recorded, allowed, places)
     problems += [f"call {_name(key)} is not in the record" for key in served - held]
     problems += [f"the record has a call {_name(key)} that the engine never served" for key in held - served]
     problems += _unaccounted(turns, recorded, trained, excluded)
@@ -103,7 +103,7 @@ def judge(
     branch_count = _branches([turn for turn in record.turns if excluded.get(turn.id) != ABANDONED])
     problems += [f"{branch_count} branches, expected {branches}"] * (branch_count != branches)
     return Verdict(
-        calls=len(ledger),
+        calls=len(engine_calls),
         matched=sum((served & held).values()),
         duplicates=duplicates,
         branches=branch_count,
@@ -169,14 +169,14 @@ def _unaccounted(
 
 
 def _unlisted(
-    ledger: Sequence[ServedCall],
+    engine_calls: Sequence[ServedCall],
     record: SessionRecord,
     recorded: Mapping[str, Key],
     allowed: Mapping[str, Sequence[str]],
     places: Mapping[str, str],
 ) -> list[str]:
     """Problems of exclusions that the scenario does not list, or whose turn or token count is wrong."""
-    where = {_key(entry): places.get(entry.call_id, "nowhere") for entry in ledger}
+    where = {_key(entry): places.get(entry.call_id, "nowhere") for entry in engine_calls}
     left = Counter((reason, place) for reason, listed in allowed.items() for place in listed)
     problems: list[str] = []
     for exclusion in record.excluded:

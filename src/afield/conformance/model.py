@@ -174,7 +174,7 @@ QWEN = TemplateFamily(name="qwen3.5", source=_qwen, spell=qwen_xml, opening=THIN
 FAMILIES: dict[str, TemplateFamily] = {family.name: family for family in (CHATML, QWEN)}
 
 
-def families(names: list[str]) -> list[TemplateFamily]:
+def select_families(names: list[str]) -> list[TemplateFamily]:
     """Families with these names; all for an empty list."""
     for name in names:
         if name not in FAMILIES:

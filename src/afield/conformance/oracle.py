@@ -205,12 +205,12 @@ class Oracle:
         self,
         renderer: Renderer,
         sent: Sequence[CapturedRequest],
-        ledger: Sequence[RecordedPrompt],
+        calls: Sequence[RecordedPrompt],
         replies: Mapping[str, ModelReply],
     ) -> None:
-        """Render all requests; `ledger` are the recorded engine calls, `replies` the replies by call id."""
+        """Render all requests; `calls` are the recorded engine calls, `replies` the replies by call id."""
         self._renderer = renderer
-        self._ledger = ledger
+        self._calls = calls
         self._replies = replies
         self._problems: list[str] = []
         self._expected = list(self._rendered(sent))
@@ -237,7 +237,7 @@ class Oracle:
     def problems(self) -> list[str]:
         """Differences found; empty if the prompts are right."""
         problems = list(self._problems)
-        for call in self._ledger:
+        for call in self._calls:
             blocks = self._renderer.blocks(call.prompt_ids)
             free = [e for e in self._expected if e.call is None and e.sent.fault is not NetworkFault.REFUSE]
             match = next((e for e in free if self._difference(e, call, blocks) is None), None)
@@ -279,7 +279,7 @@ class Oracle:
 
     def _sampled(self, prompt: tuple[int, ...], block: Block) -> RecordedPrompt | None:
         """Call whose prompt and sampled ids the prompt contains up to the end of this block."""
-        for call in self._ledger:
+        for call in self._calls:
             start, end = len(call.prompt_ids), len(call.prompt_ids) + len(call.token_ids)
             if not block.start < start < end <= block.end or call.finish is None:
                 continue

@@ -63,7 +63,7 @@ class CapturedRequest(Struct, frozen=True, kw_only=True):
         return self.headers.get(RETRY_COUNT, "0") not in ("", "0")
 
 
-def captured(head: bytes, body: bytes, fault: NetworkFault | None) -> CapturedRequest:
+def parse_request(head: bytes, body: bytes, fault: NetworkFault | None) -> CapturedRequest:
     """Parse the head of a request."""
     line, _, fields = head.decode("latin-1").partition("\r\n")
     method, target, *_ = line.split(" ")
@@ -77,26 +77,26 @@ LAST_CHUNK = b"0\r\n\r\n"
 GONE = (ConnectionError, asyncio.IncompleteReadError)
 
 
-class Faults:
+class FaultPlan:
     """Pending faults by marker, injected faults (`fired`) and captured `requests` in order of arrival."""
 
     def __init__(self, faults: Mapping[str, NetworkFault], *, clean: bool = False) -> None:
         self._left = dict(faults)
         self.clean = clean
-        self.fired: dict[str, NetworkFault] = {}
+        self.injected: dict[str, NetworkFault] = {}
         self.requests: list[CapturedRequest] = []
 
-    def of(self, body: bytes) -> NetworkFault | None:
+    def take(self, body: bytes) -> NetworkFault | None:
         """Take the fault for a request body; None without."""
         where = last_marker(body.decode(errors="replace"))
         fault = self._left.pop(where, None) if where else None
         if where and fault:
-            self.fired[where] = fault
+            self.injected[where] = fault
         return fault
 
 
 @asynccontextmanager
-async def faulty(upstream: tuple[str, int], faults: Faults) -> AsyncIterator[int]:
+async def fault_proxy(upstream: tuple[str, int], faults: FaultPlan) -> AsyncIterator[int]:
     """Run the proxy on loopback; yields its port."""
     tasks: set[asyncio.Task[None]] = set()
 
@@ -120,7 +120,7 @@ async def faulty(upstream: tuple[str, int], faults: Faults) -> AsyncIterator[int
 
 
 class _Connection:
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, faults: Faults) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, faults: FaultPlan) -> None:
         self._reader = reader
         self._writer = writer
         self._faults = faults
@@ -153,8 +153,8 @@ class _Connection:
             while True:
                 head = await self._reader.readuntil(b"\r\n\r\n")
                 wire, body = await _body(self._reader, head)
-                fault = self._faults.of(body)
-                self._faults.requests.append(captured(head, body, fault))
+                fault = self._faults.take(body)
+                self._faults.requests.append(parse_request(head, body, fault))
                 if fault is NetworkFault.REFUSE:
                     self._writer.write(refusal(head))
                     await self._writer.drain()

@@ -19,7 +19,7 @@ from afield.conformance.clients.base import Client, Stage, run
 from afield.conformance.judge import Verdict, judge
 from afield.conformance.model import CHATML, TEMPLATE, TemplateFamily, write_model
 from afield.conformance.oracle import Oracle, Renderer
-from afield.conformance.proxy import Faults, faulty
+from afield.conformance.proxy import FaultPlan, fault_proxy
 from afield.conformance.scenario import Scenario
 from afield.conformance.script import Script
 from afield.errors import Unavailable
@@ -37,11 +37,11 @@ class GatewayUnderTest(Struct, frozen=True):
 
     gateway: Gateway
     """Admin client of the gateway."""
-    ledger: list[Any]
+    engine_calls: list[Any]
     """Recorded engine calls (`RecordedCall`)."""
     script: Script
     """Script of the engine."""
-    faults: Faults
+    faults: FaultPlan
     """Faults of the proxy and captured requests."""
     port: int
     """Loopback port of the proxy."""
@@ -62,7 +62,7 @@ async def check(
     except Unavailable as error:
         return Verdict(problems=(f"skipped: {error}",))
     scenario = client.scenario
-    async with gateway(scenario, folder, family, template) as up:
+    async with gateway_under_test(scenario, folder, family, template) as up:
         ticket = await up.gateway.open(SessionSpec(id=client.name, sampling=Sampling(max_tokens=8192)))
         stage = Stage(
             home=folder / "home",
@@ -75,38 +75,38 @@ async def check(
         )
         stage.home.mkdir(parents=True)
         stage.work.mkdir()
-        problems = await _drive(client, stage, path, folder / "client.log")
-        await _settled(up, ticket.id)
+        problems = await _run_commands(client, stage, path, folder / "client.log")
+        await _wait_for_calls(up, ticket.id)
         record = await up.gateway.finalize(ticket.id)
         (folder / "record.json").write_bytes(encode(record))
-        (folder / "ledger.json").write_bytes(encode(up.ledger))
+        (folder / "engine_calls.json").write_bytes(encode(up.engine_calls))
         (folder / "requests.json").write_bytes(encode(up.faults.requests))
-        verdict = judge(up.ledger, record, scenario.branches, scenario.excluded, up.script.places)
-        problems += _course(scenario, up, record)
+        verdict = judge(up.engine_calls, record, scenario.branches, scenario.excluded, up.script.places)
+        problems += _scenario_problems(scenario, up, record)
         problems += await asyncio.to_thread(prompt_problems, up)
-        problems += client.inspect(stage, up.ledger)
+        problems += client.inspect(stage, up.engine_calls)
         return structs.replace(verdict, problems=(*problems, *verdict.problems))
 
 
 def prompt_problems(up: GatewayUnderTest) -> list[str]:
     """Differences between the engine's prompts and the client's requests."""
-    return Oracle(up.renderer, up.faults.requests, up.ledger, up.script.replies).problems
+    return Oracle(up.renderer, up.faults.requests, up.engine_calls, up.script.replies).problems
 
 
 @asynccontextmanager
-async def gateway(
+async def gateway_under_test(
     scenario: Scenario, folder: Path, family: TemplateFamily = CHATML, template: str = TEMPLATE
 ) -> AsyncIterator[GatewayUnderTest]:
     """Run a gateway, its scripted engine and the proxy for one scenario."""
     model = write_model(folder / "model", template)
     script = Script(scenario, factory.vocabulary_of(model), family)
     engine = factory.load("engine", "scripted", factory.ENGINES)(script, max_context=MAX_CONTEXT)
-    faults = Faults(scenario.faults, clean=scenario.clean)
-    async with serving(engine, model, folder) as up, faulty(up.address, faults) as port:
+    faults = FaultPlan(scenario.faults, clean=scenario.clean)
+    async with run_gateway(engine, model, folder) as up, fault_proxy(up.address, faults) as port:
         yield GatewayUnderTest(up.gateway, engine.recorded, script, faults, port, Renderer(model, family))
 
 
-class Serving(Struct, frozen=True):
+class RunningGateway(Struct, frozen=True):
     """Running gateway on loopback."""
 
     gateway: Gateway
@@ -123,20 +123,20 @@ class Serving(Struct, frozen=True):
 
 
 @asynccontextmanager
-async def serving(engine: Any, model: Path, folder: Path) -> AsyncIterator[Serving]:
+async def run_gateway(engine: Any, model: Path, folder: Path) -> AsyncIterator[RunningGateway]:
     """Run a gateway for one engine on a free port; its store is in `folder`."""
     async with factory.gateway_for(engine, model, folder / "store") as (client, address, admin_key):
-        yield Serving(client, address, admin_key)
+        yield RunningGateway(client, address, admin_key)
 
 
-async def _drive(client: Client, stage: Stage, path: str, log: Path) -> list[str]:
+async def _run_commands(client: Client, stage: Stage, path: str, log: Path) -> list[str]:
     for command in client.commands(stage):
         if problem := await run(command, stage, path, log, client.timeout_s):
             return [problem]
     return []
 
 
-async def _settled(up: GatewayUnderTest, session_id: str) -> None:
+async def _wait_for_calls(up: GatewayUnderTest, session_id: str) -> None:
     """Wait up to `SETTLE_S` seconds until the calls of disconnected clients have ended."""
     for _ in range(int(SETTLE_S / 0.1)):
         if not (await up.gateway.state(session_id)).dangling:
@@ -144,11 +144,15 @@ async def _settled(up: GatewayUnderTest, session_id: str) -> None:
         await asyncio.sleep(0.1)
 
 
-def _course(scenario: Scenario, up: GatewayUnderTest, record: SessionRecord) -> list[str]:
+def _scenario_problems(scenario: Scenario, up: GatewayUnderTest, record: SessionRecord) -> list[str]:
     """Problems of the run itself: unexpected prompts, unused replies or faults, too few turns."""
-    problems = [f"a surprise: {surprise}" for surprise in up.script.surprises]
-    problems += [f"never asked at {where!r}" for where in up.script.unsaid()]
-    problems += [f"the fault at {at} never happened" for at in scenario.faults if at not in up.faults.fired]
+    problems = [f"unexpected prompt: {prompt}" for prompt in up.script.unexpected_prompts]
+    problems += [f"no request at marker {where!r}" for where in up.script.unused_replies()]
+    problems += [
+        f"the fault at marker {at!r} was not injected"
+        for at in scenario.faults
+        if at not in up.faults.injected
+    ]
     if (turns := len(record.turns)) < FEWEST_TURNS:
         problems.append(f"{turns} turns, expected at least {FEWEST_TURNS}")
     return problems

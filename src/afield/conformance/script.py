@@ -2,7 +2,7 @@
 
 1. Replies are tokenized at random, also inside words and characters and differently on every call, as a model
    samples and a tokenizer never encodes.
-2. A prompt outside the scenario gets a reply, so that the client ends, and is recorded as a surprise, which
+2. A prompt outside the scenario gets a reply, so that the client ends, and is recorded as unexpected, which
    fails the run.
 """
 
@@ -60,7 +60,7 @@ class Script:
     """Function from an engine call to a scripted reply.
 
     `replies` and `places` hold the reply and its marker or phrase, by call id; `asked` counts the calls per
-    marker or phrase; `surprises` are prompts outside the scenario.
+    marker or phrase; `unexpected_prompts` are prompts outside the scenario.
     """
 
     def __init__(self, scenario: Scenario, vocabulary: Any, family: TemplateFamily = CHATML) -> None:
@@ -70,7 +70,7 @@ class Script:
         self._sampler = RandomTokenizer(vocabulary)
         self._scripted: Callable[..., Any] = factory.scripted_reply()
         self.asked: Counter[str] = Counter()
-        self.surprises: list[str] = []
+        self.unexpected_prompts: list[str] = []
         self.replies: dict[str, ModelReply] = {}
         self.places: dict[str, str] = {}
 
@@ -93,11 +93,11 @@ class Script:
         where = next((phrase for phrase in asides if phrase in new), last_marker(prompt))
         answer = asides.get(where or "") or self._scenario.replies.get(where or "")
         if where is None or answer is None:
-            self.surprises.append(f"nothing to say at {where}; the prompt ends {prompt[-300:]!r}")
-            return "surprise", ModelReply(text="This was not foreseen.")
+            self.unexpected_prompts.append(f"nothing to say at {where}; the prompt ends {prompt[-300:]!r}")
+            return "unexpected", ModelReply(text="The scenario has no reply for this prompt.")
         return where, answer(prompt) if callable(answer) else answer
 
-    def unsaid(self) -> list[str]:
+    def unused_replies(self) -> list[str]:
         """Markers and phrases that the client never requested."""
         counts: Mapping[str, int] = self.asked
         return [where for where in (*self._scenario.replies, *self._scenario.asides) if not counts[where]]

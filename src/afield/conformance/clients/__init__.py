@@ -27,7 +27,7 @@ _ALL = (
 CLIENTS: dict[str, Client] = {client.name: client for client in _ALL}
 
 
-def chosen(names: list[str]) -> list[Client]:
+def select_clients(names: list[str]) -> list[Client]:
     """Clients with these names; all for an empty list."""
     for name in names:
         if name not in CLIENTS:

@@ -73,7 +73,7 @@ class Client(Struct, frozen=True, kw_only=True):
     """Commands to run in order."""
     scenario: Scenario
     """Model replies and network faults."""
-    inspect: Callable[[Stage, Sequence[ServedCall]], list[str]] = lambda stage, ledger: []
+    inspect: Callable[[Stage, Sequence[ServedCall]], list[str]] = lambda stage, calls: []
     """Checks files that the client wrote against the engine calls; returns problems. Default: none."""
     timeout_s: float = 400.0
     """Time limit of each command, in seconds."""

@@ -270,8 +270,8 @@ def _scenario() -> Scenario:
     return Scenario(replies=replies, faults=FAULTS, asides=asides, branches=3, excluded=LEFT_OUT)
 
 
-def _kept(stage: Stage, ledger: Sequence[ServedCall]) -> list[str]:
-    served = {(entry.prompt_ids, entry.token_ids, entry.logprobs) for entry in ledger}
+def _kept(stage: Stage, engine_calls: Sequence[ServedCall]) -> list[str]:
+    served = {(entry.prompt_ids, entry.token_ids, entry.logprobs) for entry in engine_calls}
     turns: list[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]] = []
     for path in (stage.work / "jobs").glob("*/*/result.json"):
         result = msgspec.json.decode(path.read_bytes())
@@ -280,7 +280,7 @@ def _kept(stage: Stage, ledger: Sequence[ServedCall]) -> list[str]:
             turns += [(tuple(p), tuple(c), tuple(s)) for p, c, s in zip(*columns, strict=True)]
     strange = sum(turn not in served for turn in turns)
     problems = [f"{strange} of {len(turns)} turns terminus-2 kept are not what the engine served"]
-    whole = sum(1 for entry in ledger if entry.token_ids)
+    whole = sum(1 for entry in engine_calls if entry.token_ids)
     # The client never saw the responses that the proxy lost; its retries got them again.
     lost = sum(fault is NetworkFault.LOSE for fault in FAULTS.values())
     missing = [f"terminus-2 kept {len(set(turns))} turns, the engine served {whole}"]

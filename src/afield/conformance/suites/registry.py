@@ -281,7 +281,7 @@ _ALL = (LANGCHAIN, VERCEL, OPEN_RESPONSES, GOOGLE_GENAI, INSPECT, VERIFIERS, VLL
 SUITES: dict[str, ForeignSuite] = {suite.name: suite for suite in _ALL}
 
 
-def chosen_suites(names: list[str]) -> list[ForeignSuite]:
+def select_suites(names: list[str]) -> list[ForeignSuite]:
     """Suites with these names; all for an empty list."""
     for name in names:
         if name not in SUITES:

@@ -21,7 +21,7 @@ from msgspec import Struct
 from afield import factory
 from afield.conformance.clients.base import ClientCommand, Stage, run
 from afield.conformance.model import CONTROL, IMAGE, SWITCHABLE_TEMPLATE, write_model
-from afield.conformance.runner import Serving, serving
+from afield.conformance.runner import RunningGateway, run_gateway
 from afield.conformance.suites.rule_model import RuleModel
 from afield.errors import Unavailable
 from afield.interfaces import SessionSpec
@@ -134,7 +134,7 @@ async def check_suite(suite: ForeignSuite, cache: Path, folder: Path, path: str)
         model=model if find_spec("xgrammar") else None,  # to check replies against constraints
     )
     outcomes: list[CaseResult] = []
-    async with serving(engine, model, folder) as up:
+    async with run_gateway(engine, model, folder) as up:
         for variant in suite.variants:
             outcomes += await _variant(suite, variant, up, programs, folder / (variant or "run"), path)
     return judge(outcomes, suite.not_ours)
@@ -145,7 +145,7 @@ def _session_id(suite: ForeignSuite, variant: str) -> str:
 
 
 async def _variant(
-    suite: ForeignSuite, variant: str, up: Serving, programs: Path, folder: Path, path: str
+    suite: ForeignSuite, variant: str, up: RunningGateway, programs: Path, folder: Path, path: str
 ) -> list[CaseResult]:
     ticket = await up.gateway.open(
         SessionSpec(id=_session_id(suite, variant), sampling=Sampling(max_tokens=4096))
