@@ -246,8 +246,8 @@ async def test_a_stop_while_a_session_starts_ends_the_start() -> None:
         assert await caller.sessions() == []
 
 
-async def _stop_soon(caller: Any, session: str) -> None:
-    await caller.until_sessions(1)
+async def _stop_soon(caller: AgentCoreClient, session: str) -> None:
+    await caller.wait_sessions(1)
     await caller.stop(session)
 
 
