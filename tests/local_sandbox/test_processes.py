@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import statistics
 import sys
-import time
 from pathlib import Path
 
 import anyio
@@ -17,7 +15,7 @@ from afield.errors import InfrastructureFailure, NotFound, UsageError
 from afield.local_sandbox.bwrap import WORK
 from afield.local_sandbox.messages import Program
 from afield.settings.runtimes import ResourceLimits
-from agents.places import ACTING, serving, until
+from agents.places import until
 from support.sandboxes import arguments_of_all, groups_left, keeper_of, needs_bubblewrap, nest_of, written
 
 pytestmark = [pytest.mark.anyio, needs_bubblewrap]
@@ -104,24 +102,10 @@ async def test_a_program_that_ends_before_it_serves_says_why(tmp_path: Path, sou
 
 async def test_a_program_that_never_serves_is_given_up(tmp_path: Path) -> None:
     program = Program(script=str(written(tmp_path / "program", "import time\ntime.sleep(600)")))
-    async with nest_of(tmp_path, program, timeout_s=2) as nest:
-        with pytest.raises(InfrastructureFailure, match="not ready within 2 s"):
-            await nest.start("s")
+    async with nest_of(tmp_path, program) as nest:
+        with pytest.raises(InfrastructureFailure, match=r"not ready within 0\.5 s"):
+            await nest.start("s", timeout_s=0.5)
         await until(lambda: not list(Path(tmp_path).glob("*.sock")))
-
-
-async def test_a_cell_starts_faster_than_a_process_that_serves_the_same(tmp_path: Path) -> None:
-    cells: list[float] = []
-    processes: list[float] = []
-    async with nest_of(tmp_path, Program(target=f"{ACTING}:act")) as nest:
-        for n in range(5):
-            began = time.monotonic()
-            await nest.start(f"s{n}")
-            cells.append(time.monotonic() - began)
-            began = time.monotonic()
-            async with serving():
-                processes.append(time.monotonic() - began)
-    assert statistics.median(cells) < statistics.median(processes), (cells, processes)
 
 
 async def test_many_start_at_once(tmp_path: Path) -> None:
