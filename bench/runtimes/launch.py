@@ -233,7 +233,7 @@ def kin(pid: int) -> dict[int, float]:
 
 
 def innermost(pid: int) -> list[int]:
-    """The first process of each cell: number 1 in a pid namespace two or more levels below ours."""
+    """The init process of each sandbox: number 1 in a pid namespace two or more levels below ours."""
     cells: list[int] = []
     for one in kin(pid):
         with suppress(OSError, StopIteration):

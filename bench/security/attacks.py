@@ -179,7 +179,7 @@ def sandbox(world: World, report: Report) -> None:
 def listen_later(world: World) -> None:
     """Sockets in the project, once the sandbox has been set up."""
     logs = world.project / "runs" / "s" / "logs"
-    while not list(logs.glob("nest-*.log")) and not list(logs.glob("*.1.log")):
+    while not list(logs.glob("fork-server-*.log")) and not list(logs.glob("*.1.log")):
         time.sleep(0.1)
     time.sleep(1.0)
     world.listen_late()
@@ -243,15 +243,17 @@ async def other_user(world: World, url: str, report: Report) -> None:
         runtime = ProcessRuntime(agent, log_dir=world.project / "logs", workers=1)
         await stack.enter_async_context(runtime)
         await runtime.check()
-        cells = new_socket_directory()
+        sockets = new_socket_directory()
         if shutil.which("bwrap"):
-            nest = ForkServer(Program(), ResourceLimits(), directory=cells, log_dir=world.project / "logs")
-            await stack.enter_async_context(nest)
+            server = ForkServer(
+                Program(), ResourceLimits(), directory=sockets, log_dir=world.project / "logs"
+            )
+            await stack.enter_async_context(server)
         with served(world, agent) as address:
             targets = Targets(
                 project=world.project,
                 state=world.state,
-                cells=cells,
+                cells=sockets,
                 worker=runtime.workers[0].url,
                 served=address,
                 gateway=url,

@@ -22,7 +22,7 @@ import afield
 
 MB = 2**20
 REFUSED = (errno.EPERM, errno.ENOSYS)
-IN_CELL = socket.gethostname() == "cell"  # elsewhere some things are not even tried: they would work
+IN_SANDBOX = socket.gethostname() == "sandbox"  # elsewhere some things are not even tried: they would work
 MANY = 5000
 PLACES = ("/tmp", "/work", "/run", "/var/tmp", "/dev/shm")
 libc = ctypes.CDLL(None, use_errno=True)
@@ -157,7 +157,7 @@ def memory_of_its_own(task: dict[str, Any], rollout: afield.Context) -> Loot:
 
 def disk(task: dict[str, Any], rollout: afield.Context) -> Loot:
     most, held, made = 2 * task["disk_mb"] * MB, 0, 0
-    places = [Path(place) for place in (PLACES if IN_CELL else (task["scratch"],))]
+    places = [Path(place) for place in (PLACES if IN_SANDBOX else (task["scratch"],))]
     for place in places:
         with contextlib.suppress(OSError), (place / "big").open("wb", 0) as file:
             while held < most:
@@ -188,7 +188,7 @@ def outside(task: dict[str, Any], rollout: afield.Context) -> Loot:
         with contextlib.suppress(OSError), Path(place).open("a") as file:
             file.write(" and changed")
             yield f"wrote to {place}"
-    if IN_CELL:
+    if IN_SANDBOX:
         yield from others_files()
     for fd in range(3, 64):
         with contextlib.suppress(OSError):
@@ -231,7 +231,7 @@ def kernel(task: dict[str, Any], rollout: afield.Context) -> Loot:
         answer = libc.syscall(number, *(ctypes.c_long(a) for a in arguments))
         if answer >= 0 or ctypes.get_errno() not in REFUSED:
             yield f"{name}: {answer}, {errno.errorcode.get(ctypes.get_errno())}"
-    if IN_CELL:
+    if IN_SANDBOX:
         yield from privileges()
 
 
@@ -269,7 +269,7 @@ def signals(task: dict[str, Any], rollout: afield.Context) -> Loot:
             yield "signal by descriptor"
         if libc.syscall(129, pid, signal.SIGTERM, bytes(128)) == 0:
             yield "queued signal"
-    if IN_CELL:
+    if IN_SANDBOX:
         for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGSEGV, signal.SIGINT):
             os.kill(1, number)
         with contextlib.suppress(ProcessLookupError):

@@ -20,7 +20,7 @@ from afield.types import Attempt, Rollout, Task
 from afield.wire import Submission, build_payload, invocation_for
 from support.gateways import POLICY
 from support.processes import afield, write_tasks
-from support.sandboxes import needs_bubblewrap, nest_of, written
+from support.sandboxes import fork_server, needs_bubblewrap, write_program
 
 AGENT = """
 import os
@@ -52,10 +52,10 @@ def grade(payload):
 def project() -> Iterator[Path]:
     """Its path is short, because of sockets in it."""
     folder = Path(tempfile.mkdtemp(prefix="project-"))
-    written(folder, AGENT)
-    written(folder, "SAID = 1\n", "helper.py")
-    written(folder, VERIFIER, "verify.py")
-    written(folder, "what the grader knows", "answers.txt")
+    write_program(folder, AGENT)
+    write_program(folder, "SAID = 1\n", "helper.py")
+    write_program(folder, VERIFIER, "verify.py")
+    write_program(folder, "what the grader knows", "answers.txt")
     yield folder
     shutil.rmtree(folder)
 
@@ -107,13 +107,15 @@ def test_a_hidden_field_that_is_no_object_is_refused() -> None:
 
 
 def test_the_closure_has_modules_imported_anywhere_and_nothing_else(tmp_path: Path) -> None:
-    agent = written(tmp_path, "import one\ndef f():\n    from tools.deep import a\n    import json.tool\n")
-    written(tmp_path, "import two", "one.py")
-    written(tmp_path, "", "two.py")
-    written(tmp_path, "", "verify.py")
-    written(tmp_path / "tools", "", "__init__.py")
-    written(tmp_path / "tools", "from . import wide\nfrom ..outside import x", "deep.py")
-    written(tmp_path / "data", "", "words.txt")
+    agent = write_program(
+        tmp_path, "import one\ndef f():\n    from tools.deep import a\n    import json.tool\n"
+    )
+    write_program(tmp_path, "import two", "one.py")
+    write_program(tmp_path, "", "two.py")
+    write_program(tmp_path, "", "verify.py")
+    write_program(tmp_path / "tools", "", "__init__.py")
+    write_program(tmp_path / "tools", "from . import wide\nfrom ..outside import x", "deep.py")
+    write_program(tmp_path / "data", "", "words.txt")
     closure = import_closure(agent)
     names = [Path(path).name for path in closure.files]
     assert sorted(names) == ["agent.py", "one.py", "tools", "two.py"]
@@ -124,10 +126,10 @@ def test_the_closure_has_modules_imported_anywhere_and_nothing_else(tmp_path: Pa
 @needs_bubblewrap
 @pytest.mark.anyio
 async def test_an_agent_that_imports_its_verifier_is_refused(tmp_path: Path, project: Path) -> None:
-    agent = written(project, "import verify\n", "peeking.py")
+    agent = write_program(project, "import verify\n", "peeking.py")
     program = Program(script=str(agent), port=0, hidden=(str(project / "verify.py"),))
-    with pytest.raises(UsageError, match=r"imports verify\.py"):
-        async with nest_of(tmp_path, program):
+    with pytest.raises(UsageError, match=r"imports the verifier verify\.py"):
+        async with fork_server(tmp_path, program):
             pass
 
 
@@ -142,14 +144,14 @@ async def test_stores_and_later_sockets_in_a_mounted_folder_are_out_of_reach(
     async with GatewayStore(project / "gateway-store" / "gateway.sqlite"):
         pass
     program = Program(mounts=(str(project),), hidden=(str(project / "verify.py"),))
-    async with nest_of(tmp_path, program) as nest:
-        cell = await nest.start("s")
+    async with fork_server(tmp_path, program) as server:
+        sandbox = await server.start("s")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(project / "late.sock"))
             listener.listen()
-            reached = await cell.exec(["python3", "-c", CONNECT, str(project / "late.sock")])
+            reached = await sandbox.exec(["python3", "-c", CONNECT, str(project / "late.sock")])
             assert "ConnectionRefusedError" in reached.stderr, reached
-        shown = await cell.exec(["find", str(project), "-type", "f", "-size", "+0"])
+        shown = await sandbox.exec(["find", str(project), "-type", "f", "-size", "+0"])
         found = {str(Path(path).relative_to(project)) for path in shown.stdout.split()}
         assert found == {"agent.py", "helper.py", "answers.txt"}
-        assert not (await cell.exec(["cat", str(project / "verify.py")])).stdout
+        assert not (await sandbox.exec(["cat", str(project / "verify.py")])).stdout

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from afield.errors import InfrastructureFailure, Unavailable, UsageError
 from afield.interfaces.runtime import Phase
+from afield.interfaces.sandbox import OutputBuffer
 from afield.runtimes.docker.engine import (
     MAX_NAME,
     container_name,
@@ -26,7 +27,7 @@ from afield.runtimes.docker.engine import (
 )
 from afield.runtimes.docker.loopback import LoopbackRelays, loopback_ports, rewrite_addresses
 from afield.runtimes.docker.runtime import ContainerRuntime
-from afield.runtimes.docker.sandbox import ContainerSandbox, OutputBuffer
+from afield.runtimes.docker.sandbox import ContainerSandbox
 from afield.settings.runtimes import ContainerOptions, ResourceLimits
 from afield.types import Attempt, Reason
 from agents.invoking import invocation, payload

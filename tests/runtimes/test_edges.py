@@ -49,7 +49,7 @@ from agents.sink import Sink
 from support.gateways import POLICY
 from support.in_process_collection import bench, good
 from support.kubernetes import fake_kube, placed
-from support.sandboxes import keeper_of, needs_bubblewrap
+from support.sandboxes import needs_bubblewrap, supervisor_of
 
 pytestmark = pytest.mark.anyio
 
@@ -165,7 +165,7 @@ async def test_a_sandbox_that_could_not_be_made_once_is_tried_again(sink: Sink, 
         await runtime.check()
         place = Place(runtime, sink.transport, sink)
         first = await place.launch({"do": "beat"}, "first")
-        os.kill(keeper_of(os.getpid()), signal.SIGKILL)
+        os.kill(supervisor_of(os.getpid()), signal.SIGKILL)
         assert (await place.wait(first)).failure
         agent.rename(tmp_path / "away.py")
         with pytest.raises(InfrastructureFailure):
@@ -189,8 +189,8 @@ async def test_a_sandbox_for_which_no_file_is_left_says_so(sink: Sink, tmp_path:
 async def test_a_session_of_the_local_server_for_which_no_file_is_left_fails_alone(
     tmp_path: Path, isolation: str
 ) -> None:
-    cells = SandboxHosts(tmp_path, ResourceLimits(), allow=(), mounts=(), warm=(), init_s=30)
-    places: ProgramHosts = ProcessHosts(tmp_path) if isolation == "none" else cells
+    hosts = SandboxHosts(tmp_path, ResourceLimits(), allow=(), mounts=(), warm=(), init_s=30)
+    places: ProgramHosts = ProcessHosts(tmp_path) if isolation == "none" else hosts
     luck, counts = FaultInjector({}, 0), CallCounts(time.monotonic)
     wanted = SessionSpec(image=AgentImage(target=f"{ACTING}:act"), version="1", env={}, lifecycle=Lifecycle())
     async with places, LocalSessions(places, Quotas(), Timings(), luck, counts) as sessions:
@@ -208,7 +208,7 @@ async def test_closing_kills_a_supervisor_that_hangs(
     monkeypatch.setattr(fork_server, "CLOSE_S", 0.5)
     async with SandboxRuntime(f"{ACTING}:act", SandboxOptions(), log_dir=tmp_path / "logs") as runtime:
         await Place(runtime, sink.transport, sink).launch({"do": "beat"})
-        os.kill(keeper_of(os.getpid()), signal.SIGSTOP)
+        os.kill(supervisor_of(os.getpid()), signal.SIGSTOP)
     await sink.until_quiet("beat")
 
 

@@ -36,24 +36,24 @@ from support.canaries import Canaries, watched
 from support.gateways import POLICY, running
 from support.paths import TESTS
 from support.processes import afield, alive, command, summary, write_tasks
-from support.sandboxes import arguments_of_all, groups_left, needs_bubblewrap, nest_of, written
+from support.sandboxes import all_command_lines, fork_server, leftover_groups, needs_bubblewrap, write_program
 
 AGENTS = TESTS / "agents"
 LIMITS = {"memory_mb": 128, "pids": 32, "disk_mb": 16, "files": 1024}
 SAID = {
-    "secrets": r"\[cell\] (ptrace|process_vm_readv) \(call \d+\) was refused",
-    "network": r"\[cell\] 127\.0\.0\.1:PORT cannot be reached from here",
-    "connections": r"\[cell\] 512 connections at once are allowed; \d+ more were closed",
-    "reward_file": r"\[cell\] '.*hostile\.py' cannot be written",
-    "forks": r"\[cell\] the limit pids was reached",
-    "memory": r"\[cell\] out of memory",
-    "memory_of_its_own": r"\[cell\] out of memory",
-    "disk": r"\[cell\] the limit disk_mb was reached",
+    "secrets": r"\[sandbox\] (ptrace|process_vm_readv) \(call \d+\) was denied",
+    "network": r"\[sandbox\] 127\.0\.0\.1:PORT is not an allowed address",
+    "connections": r"\[sandbox\] 512 concurrent connections are allowed; \d+ more were closed",
+    "reward_file": r"\[sandbox\] '.*hostile\.py' cannot be written",
+    "forks": r"\[sandbox\] limit pids reached",
+    "memory": r"\[sandbox\] out of memory",
+    "memory_of_its_own": r"\[sandbox\] out of memory",
+    "disk": r"\[sandbox\] limit disk_mb reached",
     "noise": r"bytes left out",
-    "outside": r"\[cell\] '/etc/cron\.d/x' cannot be written",
-    "kernel": r"\[cell\] mount \(call \d+\) was refused",
-    "signals": r"\[cell\] signal 19 for process \d+: there is none in the cell",
-    "outlive": r"\[cell\] 3 process\(es\) (that it left behind are|beside the agent's own were) killed",
+    "outside": r"\[sandbox\] '/etc/cron\.d/x' cannot be written",
+    "kernel": r"\[sandbox\] mount \(call \d+\) was denied",
+    "signals": r"\[sandbox\] signal 19 for process \d+: no such process in the sandbox",
+    "outlive": r"\[sandbox\] killed 3 (other )?process\(es\)",
 }
 SAID_BY_GATEWAY = [
     ("gateway", r"GET /sessions/SESSION/turns: 401"),
@@ -63,7 +63,7 @@ SAID_BY_GATEWAY = [
     ("rewards", r"POST /s/SESSION/outcome: 409 session SESSION already has another outcome"),
 ]
 # Without control groups nobody counts what sockets and files in memory hold, or tells of a fork too many.
-LIMITED = cgroups.found().kinds
+LIMITED = cgroups.find_groups().kinds
 for kind, names in {"memory": ["memory", "memory_of_its_own"], "pids": ["forks"]}.items():
     if kind not in LIMITED:
         SAID = {attack: said for attack, said in SAID.items() if attack not in names}
@@ -157,7 +157,7 @@ def test_who_eats_all_memory_is_no_reward_but_a_failure_that_says_so(run: Run) -
     for outcome in run.outcomes("memory_of_its_own"):
         assert outcome["reward"] is None
         assert outcome["failure"]["kind"] == "infrastructure"
-        assert "out of memory: the limit memory_mb was reached" in outcome["failure"]["message"]
+        assert "out of memory: limit memory_mb reached" in outcome["failure"]["message"]
 
 
 @needs_bubblewrap
@@ -192,17 +192,17 @@ def test_nothing_outside_was_reached_or_changed(run: Run, canaries: Canaries) ->
 
 
 def left_of(pid: int) -> list[object]:
-    """Control groups and folders that a controller's keeper made."""
-    return [*groups_left(pid), *Path(tempfile.gettempdir()).glob(f"{PREFIX}{pid}-*")]
+    """Control groups and folders that a controller's supervisor created."""
+    return [*leftover_groups(pid), *Path(tempfile.gettempdir()).glob(f"{PREFIX}{pid}-*")]
 
 
 @needs_bubblewrap
 def test_nothing_is_left_behind(run: Run, canaries: Canaries) -> None:
     assert canaries.seen, "the daemons were never there, so their end proves nothing"
     assert [pid for pid in canaries.born if alive(pid)] == []
-    assert not any(canaries.mark.encode() in line for line in arguments_of_all())
+    assert not any(canaries.mark.encode() in line for line in all_command_lines())
     ours = (run.pid, *canaries.born)
-    deadline = time.monotonic() + 60  # a keeper cleans up after its controller has ended
+    deadline = time.monotonic() + 60  # a supervisor cleans up after its controller has ended
     while any(map(left_of, ours)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert [left for pid in ours for left in left_of(pid)] == []
@@ -254,12 +254,12 @@ async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 async def test_connections_that_have_ended_do_not_count(tmp_path: Path) -> None:
     async with await asyncio.start_server(answered, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        script = written(tmp_path / "program", SHORT.replace("PORT", str(port)))
-        async with nest_of(tmp_path, Program(script=str(script), port=0)) as nest:
-            cell = await nest.start("s", allow=[("127.0.0.1", port)])
-            ended = await cell.ended()
+        script = write_program(tmp_path / "program", SHORT.replace("PORT", str(port)))
+        async with fork_server(tmp_path, Program(script=str(script), port=0)) as server:
+            sandbox = await server.start("s", allow=[("127.0.0.1", port)])
+            ended = await sandbox.ended()
             assert ended.clean, ended
-            assert ended.said == "all answered"
+            assert ended.log == "all answered"
 
 
 async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -293,17 +293,17 @@ async def test_an_agent_that_answers_without_end_is_not_heard_to_the_end() -> No
 async def test_runs_are_hidden_wherever_they_would_be_visible(tmp_path: Path) -> None:
     """Not only in the agent's own folder: a mount, or a project that is on Python's path, may hold them."""
     source = "import afield\n\n@afield.agent\ndef agent(task):\n    return 1.0\n"
-    target = written(tmp_path / "project" / "agents", source)
+    target = write_program(tmp_path / "project" / "agents", source)
     for name in ("runs/other/gateway/secret", "runs/mine/gateway/secret", "runs/mine/run.json", "data"):
-        written(tmp_path / "project" / Path(name).parent, "what a pity", Path(name).name)
+        write_program(tmp_path / "project" / Path(name).parent, "what a pity", Path(name).name)
     project = tmp_path / "project"
     logs = project / "runs" / "mine" / "verifiers" / "logs"
     logs.mkdir(parents=True)
     _, hidden = resolve_target(f"{target}:agent", logs)
     program = Program(mounts=(str(project),), hidden=hidden)
-    async with nest_of(tmp_path, program) as nest:
-        cell = await nest.start("s")
-        shown = await cell.exec(["find", str(project), "-type", "f"])
+    async with fork_server(tmp_path, program) as server:
+        sandbox = await server.start("s")
+        shown = await sandbox.exec(["find", str(project), "-type", "f"])
         assert sorted(shown.stdout.split()) == [str(target), str(project / "data")]
 
 
@@ -318,9 +318,16 @@ def agent(task):
 
 
 def test_what_an_agent_says_does_not_steer_the_terminal(tmp_path: Path) -> None:
-    script = written(tmp_path, '{"match": "x", "text": "y"}\n', "script.jsonl")
+    script = write_program(tmp_path, '{"match": "x", "text": "y"}\n', "script.jsonl")
     tasks = write_tasks(tmp_path / "tasks.jsonl", [{}])
-    words = ["train", f"{written(tmp_path / 'agent', STEERING)}:agent", "--tasks", tasks, "--model", POLICY]
+    words = [
+        "train",
+        f"{write_program(tmp_path / 'agent', STEERING)}:agent",
+        "--tasks",
+        tasks,
+        "--model",
+        POLICY,
+    ]
     words += ["--engine", f"scripted={script}", "--freeze-weights", "--steps", 1, "--tasks-per-step", 1]
     code, out, err = afield(tmp_path, *words, "--rollouts", 2, "--json", "--set", "retries_task=0")
     assert code == 1 and "RuntimeError: wrong" in err, err

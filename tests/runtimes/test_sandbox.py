@@ -21,7 +21,7 @@ from afield.types import Attempt, Reason
 from agents.invoking import invocation, payload
 from agents.places import ACTING, Place, Spec
 from agents.sink import Sink
-from support.sandboxes import keeper_of, needs_bubblewrap, written
+from support.sandboxes import needs_bubblewrap, supervisor_of, write_program
 
 pytestmark = pytest.mark.anyio
 
@@ -75,7 +75,7 @@ async def test_a_bucket_that_was_not_allowed_is_refused_with_the_remedy(tmp_path
 async def test_an_agent_that_cannot_be_started_fails_the_check(
     tmp_path: Path, source: str, said: str
 ) -> None:
-    script = written(tmp_path / "agent", source)
+    script = write_program(tmp_path / "agent", source)
     async with sandboxed(tmp_path, f"{script}:agent") as runtime:
         with pytest.raises(UsageError, match=said):
             await runtime.check()
@@ -97,12 +97,12 @@ def test_an_address_that_is_none_is_refused_at_once(tmp_path: Path, allow: str) 
 
 
 @needs_bubblewrap
-async def test_a_nest_that_died_is_replaced_by_the_next_launch(tmp_path: Path, sink: Sink) -> None:
+async def test_a_fork_server_that_died_is_replaced_by_the_next_launch(tmp_path: Path, sink: Sink) -> None:
     async with sandboxed(tmp_path) as runtime:
         place = Place(runtime, sink.transport, sink)
         first = await place.launch({"do": "beat"}, "first")
         await sink.until_told("beat")
-        os.kill(keeper_of(os.getpid()), signal.SIGKILL)
+        os.kill(supervisor_of(os.getpid()), signal.SIGKILL)
         ended = await place.wait(first)
         assert ended.failure and ended.failure.reason is Reason.DIED
         second = await place.launch({"do": "reward"}, "second")
@@ -119,8 +119,8 @@ from pathlib import Path
 def agent(task):
     return float(sum(1 for found in Path(__file__).parent.rglob("key")))
 """
-    script = written(tmp_path, source)
-    written(tmp_path / "runs" / "earlier", "secret", "key")
+    script = write_program(tmp_path, source)
+    write_program(tmp_path / "runs" / "earlier", "secret", "key")
     runtime = SandboxRuntime(f"{script}:agent", SandboxOptions(), log_dir=tmp_path / "runs" / "now" / "logs")
     async with runtime:
         place = Place(runtime, sink.transport, sink)
@@ -154,11 +154,11 @@ def agent(task):
     except OSError:
         return 0.5
 """
-    script = written(tmp_path / "agent", source)
+    script = write_program(tmp_path / "agent", source)
     async with sandboxed(tmp_path, f"{script}:agent", limits=ResourceLimits(pids=32)) as runtime:
         place = Place(runtime, sink.transport, sink)
         attempt = await place.launch({})
         assert (await place.wait(attempt)).failure is None
         assert await place.reward(attempt) == 0.5
-        if "pids" in cgroups.found().kinds:
-            assert "the limit pids was reached" in await runtime.logs(attempt)
+        if "pids" in cgroups.find_groups().kinds:
+            assert "limit pids reached" in await runtime.logs(attempt)

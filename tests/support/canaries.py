@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from support.sandboxes import arguments_of_all
+from support.sandboxes import all_command_lines
 
 
 class Canaries:
@@ -81,7 +81,7 @@ class Canaries:
     def _watch(self, controller: int) -> None:
         while not self._over.wait(0.3):
             self.born |= descendants(controller)
-            self.seen = self.seen or any(self.mark.encode() in line for line in arguments_of_all())
+            self.seen = self.seen or any(self.mark.encode() in line for line in all_command_lines())
 
     def _listen(self, family: int, address: Any) -> int:
         made = socket.socket(family)

@@ -1,4 +1,4 @@
-"""What tests of isolated places share: where they can run, and a nest with an agent of theirs."""
+"""Fork servers for tests, and the processes and control groups that they leave."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no 
 
 
 @asynccontextmanager
-async def nest_of(
+async def fork_server(
     tmp_path: Path, program: Program, limits: ResourceLimits | None = None, timeout_s: float = 60.0
 ) -> AsyncIterator[ForkServer]:
-    nest = ForkServer(
+    server = ForkServer(
         program,
         limits or ResourceLimits(),
         directory=new_socket_directory(),
         log_dir=tmp_path / "logs",
         start_timeout_s=timeout_s,
     )
-    async with nest:
-        yield nest
+    async with server:
+        yield server
 
 
-def written(folder: Path, source: str, name: str = "agent.py") -> Path:
+def write_program(folder: Path, source: str, name: str = "agent.py") -> Path:
     """A program in a folder of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(source)
     return folder / name
 
 
-def arguments_of_all() -> list[bytes]:
+def all_command_lines() -> list[bytes]:
     """The command lines of all processes of this machine."""
     found: list[bytes] = []
     for entry in Path("/proc").glob("[0-9]*"):
@@ -53,16 +53,16 @@ def arguments_of_all() -> list[bytes]:
     return found
 
 
-def groups_left(keeper: int) -> list[Path]:
-    """Control groups that a keeper has made and not removed."""
+def leftover_groups(supervisor: int) -> list[Path]:
+    """Control groups that a supervisor has created and not removed."""
     homes = {Path("/sys/fs/cgroup")}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, kind, path = line.split(":", 2)
         homes.add(Path("/sys/fs/cgroup", kind, path.lstrip("/")))
-    return [left for home in homes for left in home.glob(f"{PREFIX}{keeper}-*")]
+    return [left for home in homes for left in home.glob(f"{PREFIX}{supervisor}-*")]
 
 
-def keeper_of(controller: int) -> int:
+def supervisor_of(controller: int) -> int:
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
@@ -71,4 +71,4 @@ def keeper_of(controller: int) -> int:
                 and b"afield.local_sandbox.supervisor" in (entry / "cmdline").read_bytes()
             ):
                 return int(entry.name)
-    raise AssertionError(f"{controller} has no keeper")
+    raise AssertionError(f"{controller} has no supervisor")

@@ -66,6 +66,42 @@ class Sandbox(Protocol):
         ...
 
 
+class OutputBuffer:
+    """Output buffer of bounded size: keeps the first and the last part of a stream."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._head = bytearray()
+        self._tail = bytearray()
+        self.omitted = 0
+
+    def add(self, data: bytes) -> None:
+        room = self._limit // 2 - len(self._head)
+        if room > 0:
+            self._head += data[:room]
+            data = data[room:]
+        self._tail += data
+        if len(self._tail) > self._limit:
+            self._trim()
+
+    def _trim(self) -> None:
+        over = len(self._tail) - (self._limit - self._limit // 2)
+        if over > 0:
+            self.omitted += over
+            del self._tail[:over]
+
+    @property
+    def bytes(self) -> bytes:
+        self._trim()
+        return bytes(self._head + self._tail)
+
+    @property
+    def text(self) -> str:
+        self._trim()
+        between = f"\n... {self.omitted} bytes left out ...\n".encode() if self.omitted else b""
+        return (bytes(self._head) + between + bytes(self._tail)).decode("utf-8", "replace")
+
+
 def build_argv(
     command: str | Sequence[str], timeout: float, cwd: str | None, env: Mapping[str, str] | None
 ) -> list[str]:

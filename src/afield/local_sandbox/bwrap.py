@@ -19,11 +19,9 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from msgspec import Struct
-
 from afield.errors import UsageError
 from afield.local_sandbox.imports import Closure, import_closure
-from afield.local_sandbox.messages import Program
+from afield.local_sandbox.messages import BwrapArgs, Program
 
 WORK = "/work"
 # Writable directories, separate for each sandbox. Mounts below them stay visible.
@@ -32,9 +30,9 @@ IMAGE = "/.image"
 STAGE = "/.stage"
 HIDDEN_PROC = "/.hidden"
 EMPTY = "/.empty"
-OURS = (sys.prefix, sys.base_prefix)
+PYTHON = (sys.prefix, sys.base_prefix)
 # Files that mark a directory as afield's own state, which is always hidden.
-STATE = ("gateway.sqlite", "hints.sqlite", "ledger.sqlite", "run.json")
+STATE_FILES = ("gateway.sqlite", "hints.sqlite", "ledger.sqlite", "run.json")
 LINKED = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 # Entries of /etc that programs need; none contains secrets.
 ETC = (
@@ -62,40 +60,27 @@ UNREADABLE_PROC = (
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
 
-class BwrapArgs(Struct, frozen=True):
-    """Bubblewrap command of a fork server, and the paths it mounts."""
-
-    command: tuple[str, ...]
-    """Command line with the placeholder `{fd}` for the number of the control socket."""
-    mounted: tuple[str, ...]
-    """Visible paths of this machine."""
-    sealed: tuple[str, ...] = ()
-    """Directories of `mounted` in which Unix sockets are unreachable, including sockets created later."""
-    hidden: tuple[str, ...] = ()
-    """Paths within `mounted` that are covered by an empty mount."""
-
-
-async def walls(program: Program, directory: Path) -> BwrapArgs:
+async def bwrap_args(program: Program, directory: Path) -> BwrapArgs:
     """Build the bubblewrap command for a program; writes its /etc files to `directory`.
 
     Raises UsageError if bubblewrap, the agent or a mount does not exist.
     """
-    return _walls(program, directory, await asyncio.to_thread(_python_path))
+    return _build(program, directory, await asyncio.to_thread(_python_path))
 
 
-def _walls(program: Program, directory: Path, path: list[str]) -> BwrapArgs:
+def _build(program: Program, directory: Path, path: list[str]) -> BwrapArgs:
     bubblewrap = shutil.which("bwrap")
     if bubblewrap is None:
         raise UsageError(
             "the sandbox needs bubblewrap, and there is no bwrap on PATH: apt-get install bubblewrap;"
-            ' to run agents as plain processes all the same, set without_bubblewrap = "process"'
+            ' to run agents as plain processes instead, set without_bubblewrap = "process"'
         )
     agent, more = _agent(program, path)
     path = [*more, *path]
-    asked = [*OURS, *path, *agent, *program.mounts]
+    asked = [*PYTHON, *path, *agent, *program.mounts]
     shown = _outermost(asked)
     folders = _folders(agent, shown)
-    sealed = [place for place in shown if Path(place).is_dir() and place not in _outermost(OURS)]
+    sealed = [place for place in shown if Path(place).is_dir() and place not in _outermost(PYTHON)]
     for place in program.mounts:
         if not Path(place).exists():
             raise UsageError(f"mounts: there is no {place} on this machine")
@@ -104,14 +89,16 @@ def _walls(program: Program, directory: Path, path: list[str]) -> BwrapArgs:
         command += ["--size", str(2**20), "--tmpfs", place]
     for place in shown:
         command += ["--ro-bind", place, place]
-    sockets, states = _walked(sealed)
-    hidden = list(_within((*program.hidden, *states), shown))
-    command += _covered(hidden, sockets)
+    sockets, states = _find_sockets_and_state(sealed)
+    hidden = list(_hidden_mounts((*program.hidden, *states), shown))
+    command += _cover_args(hidden, sockets)
     for place in folders:
         command += ["--remount-ro", place]
     if program.root:
         if not Path(program.root).is_dir():
-            raise UsageError(f"image {program.root!r} is no directory with a file system in it")
+            raise UsageError(
+                f"image {program.root!r} is not a directory; name a directory with a root file system"
+            )
         command += ["--ro-bind", str(Path(program.root).resolve()), IMAGE]
     command += ["--remount-ro", "/", "--chdir", WORK, "--"]
     command += [sys.executable, "-I", "-u", "-c", RUN.replace("{path!r}", repr(path))]
@@ -133,7 +120,7 @@ def _folders(agent: Iterable[str], shown: Sequence[str]) -> list[str]:
     return [str(file.parent)]
 
 
-def _covered(hidden: Sequence[str], sockets: Iterable[str]) -> list[str]:
+def _cover_args(hidden: Sequence[str], sockets: Iterable[str]) -> list[str]:
     command: list[str] = []
     for place in hidden:
         if Path(place).is_dir():
@@ -162,7 +149,7 @@ def environment(program: Program) -> dict[str, str]:
 def _namespaces() -> list[str]:
     # The fork parent starts as root of the namespace, mounts what sandboxes need, and then drops privileges.
     flags = "--unshare-user --unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try"
-    more = "--die-with-parent --new-session --hostname cell --uid 0 --gid 0"
+    more = "--die-with-parent --new-session --hostname sandbox --uid 0 --gid 0"
     return [*flags.split(), *more.split(), "--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SETFCAP"]
 
 
@@ -178,13 +165,13 @@ def _system(directory: Path) -> list[str]:
     for name, content in (("passwd", PASSWD), ("group", GROUP), ("hosts", HOSTS)):
         (directory / name).write_text(content)
         command += ["--ro-bind", str(directory / name), f"/etc/{name}"]
-    command += _special()
+    command += _dev_and_proc()
     for place in SCRATCH:
         command += ["--size", str(256 * 2**20), "--tmpfs", place]
     return [*command, "--dir", EMPTY, "--dir", IMAGE, "--dir", STAGE, "--dir", f"{HIDDEN_PROC}/proc"]
 
 
-def _special() -> list[str]:
+def _dev_and_proc() -> list[str]:
     command = ["--dev", "/dev", "--proc", "/proc"]
     covered, unreadable = sensitive(Path("/proc"))
     for name in covered:
@@ -239,16 +226,16 @@ def _closure(file: Path, hidden: Iterable[str]) -> Closure:
             continue
         if ".".join(place.relative_to(file.parent).with_suffix("").parts) in closure.modules:
             raise UsageError(
-                f"{file.name} imports {place.name}, the verifier, which no agent sees in a sandbox:"
-                " put what both of them need into a module of its own"
+                f"{file.name} imports the verifier {place.name}, which is hidden from agents in a sandbox;"
+                " move code that both need into a third module"
             )
     return closure
 
 
 def _python_path() -> list[str]:
     """sys.path of this Python without the directory of the running script."""
-    say = "import json, sys; print(json.dumps(sys.path))"
-    run = subprocess.run([sys.executable, "-P", "-c", say], stdout=subprocess.PIPE, check=True)
+    code = "import json, sys; print(json.dumps(sys.path))"
+    run = subprocess.run([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, check=True)
     return _existing(json.loads(run.stdout))
 
 
@@ -265,7 +252,7 @@ def _outermost(places: Iterable[str]) -> list[str]:
     return kept
 
 
-def _within(hidden: Iterable[str], mounted: Iterable[str]) -> Iterator[str]:
+def _hidden_mounts(hidden: Iterable[str], mounted: Iterable[str]) -> Iterator[str]:
     """Hidden paths that are inside a mount and contain no mount."""
     done: list[Path] = []
     for place in sorted({Path(h).resolve() for h in hidden}):
@@ -276,7 +263,7 @@ def _within(hidden: Iterable[str], mounted: Iterable[str]) -> Iterator[str]:
             yield str(place)
 
 
-def _walked(folders: Iterable[str]) -> tuple[list[str], list[str]]:
+def _find_sockets_and_state(folders: Iterable[str]) -> tuple[list[str], list[str]]:
     """Find Unix sockets and afield's state in folders.
 
     A listening Unix socket is reachable through a read-only mount, too.
@@ -285,11 +272,11 @@ def _walked(folders: Iterable[str]) -> tuple[list[str], list[str]]:
     states: list[str] = []
     for folder in folders:
         for directory, within, names in os.walk(folder):
-            if directory != folder and any(name in names for name in STATE):
+            if directory != folder and any(name in names for name in STATE_FILES):
                 states.append(directory)
                 within.clear()
                 continue
-            states += [f"{directory}/{name}" for name in names if name.startswith(STATE)]
+            states += [f"{directory}/{name}" for name in names if name.startswith(STATE_FILES)]
             sockets += [f"{directory}/{name}" for name in names if _is_socket(f"{directory}/{name}")]
     return sockets, states
 

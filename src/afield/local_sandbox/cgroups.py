@@ -19,7 +19,7 @@ from afield.process_tree import start_time
 from afield.settings.runtimes import ResourceLimits
 
 KINDS = ("cpu", "memory", "pids")
-PREFIX = "afield-cells-"
+PREFIX = "afield-sandboxes-"
 PERIOD_US = 100_000
 OWN_PIDS = 2  # init process of the sandbox, and the supervising process of a command
 
@@ -27,48 +27,48 @@ OWN_PIDS = 2  # init process of the sandbox, and the supervising process of a co
 class Groups:
     """Factory of control groups.
 
-    `homes` maps each kind of limit to its parent directory; with version 2 all kinds share one.
+    `parents` maps each kind of limit to its parent directory; with version 2 all kinds share one.
     """
 
-    def __init__(self, homes: dict[str, Path], version: int) -> None:
-        self._homes = homes
+    def __init__(self, parents: dict[str, Path], version: int) -> None:
+        self._parents = parents
         self._version = version
         self._name = f"{PREFIX}{os.getpid()}-{start_time(os.getpid())}"
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """Kinds of limits that can be enforced: cpu, memory, pids."""
-        return tuple(self._homes)
+        return tuple(self._parents)
 
-    def sweep(self) -> None:
+    def remove_stale(self) -> None:
         """Remove groups of dead creators, and kill the processes in them."""
-        for home in set(self._homes.values()):
-            for left in home.glob(f"{PREFIX}*"):
+        for parent in set(self._parents.values()):
+            for left in parent.glob(f"{PREFIX}*"):
                 pid, _, when = left.name.removeprefix(PREFIX).partition("-")
                 if pid.isdigit() and start_time(int(pid)) != when:
-                    _clear(left)
+                    _remove_tree(left)
 
-    def make(self, name: str, limits: ResourceLimits) -> Group:
+    def create(self, name: str, limits: ResourceLimits) -> Group:
         """Create a group with limits."""
-        places = {kind: home / self._name / name for kind, home in self._homes.items()}
-        for kind, place in places.items():
-            place.mkdir(parents=True, exist_ok=True)
+        directories = {kind: parent / self._name / name for kind, parent in self._parents.items()}
+        for kind, directory in directories.items():
+            directory.mkdir(parents=True, exist_ok=True)
             if self._version == 2:
-                _delegate(place.parent, [kind])
-        group = Group(places, self._version)
+                _delegate(directory.parent, [kind])
+        group = Group(directories, self._version)
         group.limit(limits)
         return group
 
     def close(self) -> None:
         """Remove all groups of this process, and kill the processes in them."""
-        for home in set(self._homes.values()):
-            _clear(home / self._name)
+        for parent in set(self._parents.values()):
+            _remove_tree(parent / self._name)
 
 
 class Group(Struct, frozen=True):
     """Control group of one sandbox."""
 
-    places: dict[str, Path]
+    directories: dict[str, Path]
     """Directory of the group for each kind of limit."""
     version: int
     """Version of the control group hierarchy, 1 or 2."""
@@ -89,10 +89,10 @@ class Group(Struct, frozen=True):
         self._set("pids", "pids.max", limits.pids and limits.pids + OWN_PIDS)
 
     def add(self, pid: int) -> None:
-        for place in set(self.places.values()):
-            (place / "cgroup.procs").write_text(str(pid))
+        for directory in set(self.directories.values()):
+            (directory / "cgroup.procs").write_text(str(pid))
 
-    def notes(self) -> tuple[bool, tuple[str, ...]]:
+    def reached_limits(self) -> tuple[bool, tuple[str, ...]]:
         """Report limits that were reached.
 
         Returns whether the kernel killed a process for lack of memory, and messages.
@@ -101,26 +101,26 @@ class Group(Struct, frozen=True):
             "memory", "memory.events" if self.version == 2 else "memory.oom_control", "oom_kill"
         )
         forks = self._count("pids", "pids.events", "max")
-        notes = []
+        reached_limits = []
         if killed:
-            notes.append(f"out of memory: the limit memory_mb was reached, {killed} process(es) were killed")
+            reached_limits.append(f"out of memory: limit memory_mb reached, {killed} process(es) killed")
         if forks:
-            notes.append(f"the limit pids was reached; {forks} new process(es) or thread(s) were refused")
-        return bool(killed), tuple(notes)
+            reached_limits.append(f"limit pids reached; {forks} new process(es) or thread(s) refused")
+        return bool(killed), tuple(reached_limits)
 
     def processes(self) -> int:
         """Number of processes in the group."""
-        place = next(iter(self.places.values()), None)
+        directory = next(iter(self.directories.values()), None)
         with contextlib.suppress(OSError):
-            return len((place / "cgroup.procs").read_text().split()) if place else 0
+            return len((directory / "cgroup.procs").read_text().split()) if directory else 0
         return 0
 
     def remove(self) -> bool:
         """Remove the group; returns False while processes in it are still ending."""
         gone = True
-        for place in set(self.places.values()):
+        for directory in set(self.directories.values()):
             try:
-                place.rmdir()
+                directory.rmdir()
             except FileNotFoundError:
                 pass
             except OSError:
@@ -128,70 +128,70 @@ class Group(Struct, frozen=True):
         return gone
 
     def _set(self, kind: str, name: str, value: object) -> None:
-        if value is None or kind not in self.places:
+        if value is None or kind not in self.directories:
             return
         # Kernels may lack accounting of swap and socket buffers; all other files exist.
         optional = any(word in name for word in ("swap", "memsw", "tcp"))
         try:
-            (self.places[kind] / name).write_text(str(value))
+            (self.directories[kind] / name).write_text(str(value))
         except OSError:
             if not optional:
                 raise
 
     def _count(self, kind: str, name: str, key: str) -> int:
         with contextlib.suppress(OSError, KeyError, ValueError):
-            for line in (self.places[kind] / name).read_text().splitlines():
-                found, _, value = line.partition(" ")
-                if found == key:
+            for line in (self.directories[kind] / name).read_text().splitlines():
+                find_groups, _, value = line.partition(" ")
+                if find_groups == key:
                     return int(value)
         return 0
 
 
-def found(proc: Path = Path("/proc/self")) -> Groups:
+def find_groups(proc: Path = Path("/proc/self")) -> Groups:
     """Find the hierarchies in which this process can create groups."""
     mounts = (proc / "mountinfo").read_text().splitlines()
-    paths = _own_paths((proc / "cgroup").read_text())
+    paths = _parse_cgroups((proc / "cgroup").read_text())
     for line in mounts:
-        root, place, kind, _ = _mount(line)
-        if kind == "cgroup2" and (home := _version_2(Path(place), _beneath(paths.get("", "/"), root))):
-            return Groups(dict.fromkeys(KINDS, home), 2)
-    homes: dict[str, Path] = {}
+        root, directory, kind, _ = _parse_mount(line)
+        if kind == "cgroup2" and (parent := _version_2(Path(directory), _relative(paths.get("", "/"), root))):
+            return Groups(dict.fromkeys(KINDS, parent), 2)
+    parents: dict[str, Path] = {}
     for line in mounts:
-        root, place, kind, options = _mount(line)
+        root, directory, kind, options = _parse_mount(line)
         for name in KINDS if kind == "cgroup" else ():
-            home = Path(place) / _beneath(paths.get(name, "/"), root)
-            if name in options and name not in homes and _writable(home):
-                homes[name] = home
-    return Groups(homes, 1)
+            parent = Path(directory) / _relative(paths.get(name, "/"), root)
+            if name in options and name not in parents and _writable(parent):
+                parents[name] = parent
+    return Groups(parents, 1)
 
 
-def _version_2(place: Path, path: str) -> Path | None:
+def _version_2(directory: Path, path: str) -> Path | None:
     """Directory for new groups: this process's group, or its parent if it cannot have limited subgroups.
 
     A version 2 group with processes in it cannot have limited subgroups.
     """
-    own = place / path
-    for home in (own, own.parent):
-        if home.is_relative_to(place) and _writable(home):
-            _delegate(home, KINDS)
+    own = directory / path
+    for parent in (own, own.parent):
+        if parent.is_relative_to(directory) and _writable(parent):
+            _delegate(parent, KINDS)
             with contextlib.suppress(OSError):
-                if set(KINDS) <= set((home / "cgroup.subtree_control").read_text().split()):
-                    return home
+                if set(KINDS) <= set((parent / "cgroup.subtree_control").read_text().split()):
+                    return parent
     return None
 
 
-def _delegate(place: Path, kinds: list[str] | tuple[str, ...]) -> None:
-    control = place / "cgroup.subtree_control"
+def _delegate(directory: Path, kinds: list[str] | tuple[str, ...]) -> None:
+    control = directory / "cgroup.subtree_control"
     with contextlib.suppress(OSError):
         if missing := set(kinds) - set(control.read_text().split()):
             control.write_text(" ".join(f"+{kind}" for kind in missing))
 
 
-def _writable(home: Path) -> bool:
-    return os.access(home, os.W_OK) and (home / "cgroup.procs").exists()
+def _writable(parent: Path) -> bool:
+    return os.access(parent, os.W_OK) and (parent / "cgroup.procs").exists()
 
 
-def _own_paths(text: str) -> dict[str, str]:
+def _parse_cgroups(text: str) -> dict[str, str]:
     paths: dict[str, str] = {}
     for line in text.splitlines():
         _, kinds, path = line.split(":", 2)
@@ -199,22 +199,22 @@ def _own_paths(text: str) -> dict[str, str]:
     return paths
 
 
-def _mount(line: str) -> tuple[str, str, str, list[str]]:
+def _parse_mount(line: str) -> tuple[str, str, str, list[str]]:
     """Root, mount point, type and options from a line of mountinfo."""
     before, _, after = line.partition(" - ")
     fields, kinds = before.split(), after.split()
     return fields[3], fields[4], kinds[0], kinds[-1].split(",")
 
 
-def _beneath(path: str, root: str) -> str:
+def _relative(path: str, root: str) -> str:
     return path.removeprefix(root if root != "/" else "").lstrip("/")
 
 
-def _clear(place: Path) -> None:
+def _remove_tree(directory: Path) -> None:
     """Remove a group and its subgroups, and kill the processes in them."""
-    for directory, _, _ in os.walk(place, topdown=False):
+    for group, _, _ in os.walk(directory, topdown=False):
         with contextlib.suppress(OSError, ValueError):
-            for pid in (Path(directory) / "cgroup.procs").read_text().split():
+            for pid in (Path(group) / "cgroup.procs").read_text().split():
                 os.kill(int(pid), signal.SIGKILL)
         with contextlib.suppress(OSError):
-            Path(directory).rmdir()
+            Path(group).rmdir()

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from afield.local_sandbox.messages import Done, Exec, File, Start, transmit
+from afield.local_sandbox.messages import ExecCommand, StartSandbox, TaskDone, TransferFile, transmit
 from afield.local_sandbox.privileges import confine
 from afield.local_sandbox.syscalls import PR_SET_CHILD_SUBREAPER, prctl
 
@@ -32,27 +32,27 @@ REPORTED = 0
 class Tasks:
     """Starts commands and file transfers; runs in the init process of a sandbox."""
 
-    def __init__(self, start: Start, channel: socket.socket) -> None:
+    def __init__(self, start: StartSandbox, channel: socket.socket) -> None:
         self._start = start
         self._channel = channel
         self._running: dict[int, int] = {}
 
-    def begin(self, task: Exec | File, fds: Sequence[int]) -> None:
+    def start(self, task: ExecCommand | TransferFile, fds: Sequence[int]) -> None:
         """Fork the process that runs or transfers; it reports the result itself."""
         try:
             pid = os.fork()
         except OSError as error:
-            transmit(self._channel, Done(id=task.id, problem=f"no process for it: {error}"))
+            transmit(self._channel, TaskDone(id=task.id, problem=f"no process for it: {error}"))
             return
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            if isinstance(task, Exec):
-                self._attend(task, fds)
-            self._carry(task, fds[0])
+            if isinstance(task, ExecCommand):
+                self._supervise(task, fds)
+            self._transfer(task, fds[0])
         self._running[pid] = task.id
 
-    def ended(self, pid: int, status: int) -> None:
+    def on_exit(self, pid: int, status: int) -> None:
         """Handle the exit of a supervising process; reports the task if the process could not."""
         task = self._running.pop(pid, None)
         if task is None or status == REPORTED:
@@ -60,27 +60,27 @@ class Tasks:
         # The command killed its supervising process: kill the whole sandbox's processes.
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
-        transmit(self._channel, Done(id=task, code=128 + signal.SIGKILL))
+        transmit(self._channel, TaskDone(id=task, code=128 + signal.SIGKILL))
 
-    def _attend(self, task: Exec, fds: Sequence[int]) -> NoReturn:
+    def _supervise(self, task: ExecCommand, fds: Sequence[int]) -> NoReturn:
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
         command = os.fork()
         if command == 0:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-            self._become(task, fds)
+            self._exec(task, fds)
         for fd in fds:
             os.close(fd)
         deadline = None if task.timeout_s is None else time.monotonic() + task.timeout_s
         code = _wait(command, deadline)
         if code is None:
-            _kill_beneath(command)
+            _kill_descendants(command)
         elif code < 0:
             code = 128 - code
-        transmit(self._channel, Done(id=task.id, code=code, timed_out=code is None))
+        transmit(self._channel, TaskDone(id=task.id, code=code, timed_out=code is None))
         os._exit(REPORTED)
 
-    def _become(self, task: Exec, fds: Sequence[int]) -> NoReturn:
+    def _exec(self, task: ExecCommand, fds: Sequence[int]) -> NoReturn:
         try:
             os.setsid()
             for fd, to in zip(fds, (0, 1, 2), strict=True):
@@ -95,15 +95,15 @@ class Tasks:
             os.write(2, f"{task.cwd or task.argv[0]}: {error.strerror}\n".encode())
         os._exit(127)
 
-    def _carry(self, task: File, pipe: int) -> NoReturn:
+    def _transfer(self, task: TransferFile, pipe: int) -> NoReturn:
         code = 0
         confine(self._start)
         try:
-            (_put if task.put else _get)(task.path, pipe)
+            (_write_file if task.write_file else _read_file)(task.path, pipe)
         except OSError as error:
             code = error.errno or errno.EIO
         os.close(pipe)
-        transmit(self._channel, Done(id=task.id, code=code))
+        transmit(self._channel, TaskDone(id=task.id, code=code))
         os._exit(REPORTED)
 
 
@@ -117,18 +117,18 @@ def _wait(pid: int, deadline: float | None) -> int | None:
         if left <= 0:
             return None
         signal.sigtimedwait({signal.SIGCHLD}, left)
-        _bury_others(pid)
+        _reap_orphans(pid)
 
 
-def _bury_others(pid: int) -> None:
+def _reap_orphans(pid: int) -> None:
     """Reap orphans of the command; the command itself is left to `_wait`."""
-    for child in _parents().get(os.getpid(), ()):
+    for child in _children_by_parent().get(os.getpid(), ()):
         if child != pid:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(child, os.WNOHANG)
 
 
-def _kill_beneath(command: int) -> None:
+def _kill_descendants(command: int) -> None:
     """Kill all descendants. If they fork faster than they are found, kill every process in the sandbox."""
     # Kill the process group first: a fork bomb leaves little CPU time to search for each process.
     with contextlib.suppress(ProcessLookupError):
@@ -137,21 +137,21 @@ def _kill_beneath(command: int) -> None:
     rounds = 0
     while time.monotonic() < until or rounds < ROUNDS:
         rounds += 1
-        for pid in _beneath(os.getpid(), max(until, time.monotonic() + KILL_S)):
+        for pid in _descendants(os.getpid(), max(until, time.monotonic() + KILL_S)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if _buried():
+        if _reap_all():
             return
         time.sleep(0.005)
     os.kill(-1, signal.SIGKILL)
     until = time.monotonic() + KILL_S
     rounds = 0
-    while not _buried() and (time.monotonic() < until or rounds < ROUNDS):
+    while not _reap_all() and (time.monotonic() < until or rounds < ROUNDS):
         rounds += 1
         time.sleep(0.005)
 
 
-def _buried() -> bool:
+def _reap_all() -> bool:
     """Reap ended children; returns True if none is left."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
@@ -161,16 +161,16 @@ def _buried() -> bool:
     return False
 
 
-def _beneath(pid: int, until: float) -> list[int]:
-    children, found, todo = _parents(until), [], [pid]
-    while todo:
-        born = children.get(todo.pop(), ())
-        found += born
-        todo += born
+def _descendants(pid: int, until: float) -> list[int]:
+    children, found, pending = _children_by_parent(until), [], [pid]
+    while pending:
+        direct = children.get(pending.pop(), ())
+        found += direct
+        pending += direct
     return found
 
 
-def _parents(until: float = math.inf) -> dict[int, list[int]]:
+def _children_by_parent(until: float = math.inf) -> dict[int, list[int]]:
     """Map each process in the sandbox to its children; incomplete after `until`, a monotonic time."""
     children: dict[int, list[int]] = {}
     for process in Path("/proc").glob("[0-9]*"):
@@ -183,7 +183,7 @@ def _parents(until: float = math.inf) -> dict[int, list[int]]:
     return children
 
 
-def _put(path: str, pipe: int) -> None:
+def _write_file(path: str, pipe: int) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
     fd = os.open(path, flags, 0o644)
@@ -191,7 +191,7 @@ def _put(path: str, pipe: int) -> None:
         _write_all(fd, data)
 
 
-def _get(path: str, pipe: int) -> None:
+def _read_file(path: str, pipe: int) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         raise OSError(errno.EISDIR, "not a plain file")

@@ -23,69 +23,69 @@ from afield.errors import UsageError, boundary
 from afield.local_sandbox import serving, syscalls
 from afield.local_sandbox.bwrap import DEVICES, EMPTY, HIDDEN_PROC
 from afield.local_sandbox.imports import prewarm
-from afield.local_sandbox.init import live
-from afield.local_sandbox.messages import Load, Program, Start, Warm, receive, transmit
+from afield.local_sandbox.init import run_sandbox
+from afield.local_sandbox.messages import LoadProgram, Program, ProgramLoaded, StartSandbox, receive, transmit
 from afield.local_sandbox.namespaces import USER
 from afield.types import Failure, FailureKind, Reason
 
 
 def main(fd: int) -> NoReturn:
-    keeper = socket.socket(fileno=fd)
-    received = receive(keeper)
-    if received is None or not isinstance(received.message, Load):
+    supervisor = socket.socket(fileno=fd)
+    received = receive(supervisor)
+    if received is None or not isinstance(received.message, LoadProgram):
         os._exit(2)
     load = received.message
     try:
-        _seal(load)
-        _give_up_privileges()
+        _hide_sockets(load)
+        _drop_privileges()
     except OSError as error:
-        transmit(keeper, Warm(problem=f"namespaces cannot be made here: {error}"))
+        transmit(supervisor, ProgramLoaded(problem=f"namespaces cannot be made here: {error}"))
         os._exit(2)
-    problem, app = _imported(load.program)
+    problem, app = _load_program(load.program)
     gc.collect()
     gc.freeze()
-    transmit(keeper, Warm(problem=problem))
+    transmit(supervisor, ProgramLoaded(problem=problem))
     if problem:
         os._exit(2)
     if place := load.program.script or load.program.target.rpartition(":")[0]:
         prewarm(place)
     # Sandboxes are reparented to bubblewrap's init process, which reaps them.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    _fork_on_demand(keeper, load, app)
+    _serve(supervisor, load, app)
 
 
-def _fork_on_demand(keeper: socket.socket, load: Load, app: Any) -> NoReturn:
+def _serve(supervisor: socket.socket, load: LoadProgram, app: Any) -> NoReturn:
     while True:
-        received = receive(keeper)
+        received = receive(supervisor)
         if received is None:
             os._exit(0)
-        if isinstance(received.message, Start) and os.fork() == 0:
-            keeper.close()
+        if isinstance(received.message, StartSandbox) and os.fork() == 0:
+            supervisor.close()
             channel, log = received.fds
-            live(received.message, load, app, socket.socket(fileno=channel), log)
+            run_sandbox(received.message, load, app, socket.socket(fileno=channel), log)
         for fd in received.fds:
             os.close(fd)
 
 
-def _seal(load: Load) -> None:
+def _hide_sockets(load: LoadProgram) -> None:
     """Remount directories through an overlay, which makes their Unix sockets unreachable.
 
     On kernels without this feature, only sockets that exist at the start are covered; the log says so.
     """
     flags = syscalls.READ_ONLY | syscalls.NO_SUID | syscalls.NO_DEV
-    for place in load.sealed:
+    for place in load.bwrap.sealed:
         lower = place.replace("\\", "\\\\").replace(":", "\\:").replace(",", "\\,")
         try:
             syscalls.mount("overlay", place, "overlay", flags, f"lowerdir={lower}:{EMPTY},userxattr")
         except OSError as error:
             sys.stderr.write(f"Unix sockets created below {place} from now on can be reached: {error}\n")
             continue
-        for covered in load.hidden:
+        for covered in load.bwrap.hidden:
             if Path(covered).is_relative_to(place):
-                _cover(covered)
+                _hide(covered)
 
 
-def _cover(place: str) -> None:
+def _hide(place: str) -> None:
     if Path(place).is_dir():
         syscalls.mount(
             "hidden", place, "tmpfs", syscalls.READ_ONLY | syscalls.NO_SUID | syscalls.NO_DEV, "size=4k"
@@ -94,7 +94,7 @@ def _cover(place: str) -> None:
         syscalls.mount("/dev/null", place, flags=syscalls.BIND)
 
 
-def _give_up_privileges() -> None:
+def _drop_privileges() -> None:
     # The kernel allows a fresh /proc mount only while an unmasked one is visible; mount one out of reach.
     syscalls.mount(
         "proc", f"{HIDDEN_PROC}/proc", "proc", syscalls.NO_SUID | syscalls.NO_DEV | syscalls.NO_EXEC
@@ -109,7 +109,7 @@ def _give_up_privileges() -> None:
     syscalls.drop_privileges()
 
 
-def _imported(program: Program) -> tuple[str, Any]:
+def _load_program(program: Program) -> tuple[str, Any]:
     """Import the program. Returns an error message, empty on success, and the app of a target."""
     failures: list[Failure] = []
     try:
@@ -117,7 +117,7 @@ def _imported(program: Program) -> tuple[str, Any]:
             for name in program.warm:
                 importlib.import_module(name)
             if program.script:
-                _warm_up(Path(program.script))
+                _import_all(Path(program.script))
         if failures:
             return f"{failures[0].traceback}\n{failures[0].message}", None
         return "", serving.prepared(program.target) if program.target else None
@@ -127,7 +127,7 @@ def _imported(program: Program) -> tuple[str, Any]:
         return f"importing {program.name} ended with {error!r}", None
 
 
-def _warm_up(script: Path) -> None:
+def _import_all(script: Path) -> None:
     """Import the script's top-level imports; a module that fails is left to the script."""
     sys.path.insert(0, str(script.parent))
     for name in _imports(script):

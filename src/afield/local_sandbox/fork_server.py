@@ -23,21 +23,22 @@ from pathlib import Path
 from typing import Any, Self
 
 from afield.errors import InfrastructureFailure, Unavailable, UsageError
-from afield.local_sandbox.bwrap import BwrapArgs, environment, walls
+from afield.local_sandbox.bwrap import bwrap_args, environment
 from afield.local_sandbox.messages import (
     PORT,
     Address,
+    BwrapArgs,
     Channel,
-    Done,
-    Gone,
-    Kill,
-    Open,
+    KillSandbox,
+    OpenForkServer,
     ProcessExit,
     Program,
+    ProgramLoaded,
     Received,
-    Start,
-    Started,
-    Warm,
+    SandboxExited,
+    SandboxStarted,
+    StartSandbox,
+    TaskDone,
     pair,
 )
 from afield.local_sandbox.process import SandboxProcess
@@ -51,10 +52,10 @@ TAIL_BYTES = 4_000
 SOCKET_PREFIX = "afield-sandbox-"
 NO_NAMESPACES = ("namespaces cannot be made", "new namespace", "user namespace", "setting up uid map")
 REMEDY = (
-    "this machine does not let us make user namespaces: see the settings user.max_user_namespaces,"
+    "this machine does not allow user namespaces; check the settings user.max_user_namespaces,"
     " kernel.unprivileged_userns_clone and kernel.apparmor_restrict_unprivileged_userns"
 )
-DIED = "died with its nest"
+DIED = "died with its fork server"
 
 
 def new_socket_directory() -> Path:
@@ -74,7 +75,8 @@ class ForkServer:
     """Fork server for one program; use it with `async with`.
 
     `directory` holds sockets and is removed on close; its path must be short, because socket paths are
-    limited to 107 bytes. A sandbox logs to `log_dir/NAME.log`, the fork parent to `log_dir/nest-PID.log`.
+    limited to 107 bytes. A sandbox logs to `log_dir/NAME.log`, the fork parent to
+    `log_dir/fork-server-PID.log`.
     """
 
     def __init__(
@@ -91,36 +93,36 @@ class ForkServer:
         self._directory = directory
         self._log_dir = log_dir
         self._timeout_s = start_timeout_s
-        self._log = log_dir / f"nest-{os.getpid()}.log"
+        self._log = log_dir / f"fork-server-{os.getpid()}.log"
         self._ids = itertools.count(1)
-        self._cells: dict[int, SandboxProcess] = {}
+        self._sandboxes: dict[int, SandboxProcess] = {}
         # sandbox, or the problem that prevented it
         self._starting: dict[int, asyncio.Future[SandboxProcess | str]] = {}
-        self._named: dict[int, tuple[str, Path]] = {}
-        self._asked: dict[int, asyncio.Future[Done]] = {}
+        self._names: dict[int, tuple[str, Path]] = {}
+        self._tasks: dict[int, asyncio.Future[TaskDone]] = {}
         self._channel: Channel | None = None
-        self._keeper: Process | None = None
-        self._warm: asyncio.Future[Warm] | None = None
+        self._supervisor: Process | None = None
+        self._loaded: asyncio.Future[ProgramLoaded] | None = None
         self.limited: frozenset[str] = frozenset()
 
     async def __aenter__(self) -> Self:
         """Wait until the program is loaded; raises UsageError with the reason if that fails."""
-        self._warm = asyncio.get_running_loop().create_future()
+        self._loaded = asyncio.get_running_loop().create_future()
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            await self._open(await walls(self._program, self._directory))
-            await self._warmed(self._warm)
+            await self._open(await bwrap_args(self._program, self._directory))
+            await self._wait_loaded(self._loaded)
         except BaseException:
             await self.__aexit__()
             raise
         return self
 
-    async def _open(self, walled: BwrapArgs) -> None:
+    async def _open(self, bwrap: BwrapArgs) -> None:
         ours, theirs = pair()
         try:
             with self._log.open("ab") as log:
-                self._keeper = await asyncio.create_subprocess_exec(
+                self._supervisor = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-P", "-m", "afield.local_sandbox.supervisor", str(theirs.fileno())),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
@@ -133,38 +135,34 @@ class ForkServer:
             raise
         finally:
             theirs.close()
-        self._channel = Channel(ours, self._told, self._lost)
+        self._channel = Channel(ours, self._on_message, self._on_close)
         self._channel.send(
-            Open(
+            OpenForkServer(
                 program=self._program,
-                command=walled.command,
-                mounted=walled.mounted,
-                sealed=walled.sealed,
-                hidden=walled.hidden,
+                bwrap=bwrap,
                 env=environment(self._program),
                 directory=str(self._directory),
-                timeout_s=self._timeout_s,
             )
         )
 
-    async def _warmed(self, warmed: asyncio.Future[Warm]) -> None:
+    async def _wait_loaded(self, loading: asyncio.Future[ProgramLoaded]) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
-                warm = await warmed
+                loaded = await loading
         except TimeoutError:
-            said = f"{self._program.name} was not imported within {self._timeout_s:g} s"
-            raise UsageError(f"{said}; its log ends: {tail(self._log, TAIL_BYTES)}") from None
-        if warm.problem:
+            message = f"{self._program.name} was not imported within {self._timeout_s:g} s"
+            raise UsageError(f"{message}; its log ends: {tail(self._log, TAIL_BYTES)}") from None
+        if loaded.problem:
             raise UsageError(
-                f"{self._program.name} cannot be run in a sandbox: {self._explained(warm.problem)}"
+                f"{self._program.name} cannot be run in a sandbox: {self._explain(loaded.problem)}"
             )
-        self.limited = frozenset(warm.limits)
+        self.limited = frozenset(loaded.limits)
 
-    def _explained(self, problem: str) -> str:
-        said = tail(self._log, TAIL_BYTES)
-        if any(sign in said or sign in problem for sign in NO_NAMESPACES):
+    def _explain(self, problem: str) -> str:
+        log = tail(self._log, TAIL_BYTES)
+        if any(sign in log or sign in problem for sign in NO_NAMESPACES):
             problem += f"; {REMEDY}"
-        return f"{problem}; its log ends: {said}" if said else problem
+        return f"{problem}; its log ends: {log}" if log else problem
 
     @property
     def alive(self) -> bool:
@@ -174,25 +172,25 @@ class ForkServer:
         if self._channel is not None:
             self._channel.close()
         try:
-            if self._keeper is not None:
-                await self._bid_farewell(self._keeper)
+            if self._supervisor is not None:
+                await self._wait_supervisor(self._supervisor)
         finally:
-            self._lost()
+            self._on_close()
             shutil.rmtree(self._directory, ignore_errors=True)
             if self._log.exists() and self._log.stat().st_size == 0:
                 self._log.unlink()
 
-    async def _bid_farewell(self, keeper: Process) -> None:
+    async def _wait_supervisor(self, supervisor: Process) -> None:
         """Wait for the supervisor, which cleans up and exits once its channel is closed."""
         try:
             async with asyncio.timeout(CLOSE_S):
-                await keeper.wait()
+                await supervisor.wait()
         except TimeoutError:  # killing it ends all sandboxes, but leaves control groups behind
-            keeper.kill()
-            await keeper.wait()
+            supervisor.kill()
+            await supervisor.wait()
         except BaseException:
-            keeper.kill()
-            await keeper.wait()
+            supervisor.kill()
+            await supervisor.wait()
             raise
 
     async def start(
@@ -210,66 +208,67 @@ class ForkServer:
         log tail if it does not start.
         """
         number, log = next(self._ids), self._log_dir / f"{name}.log"
-        doors = tuple(dict.fromkeys(allow))
-        message = Start(
+        allow = tuple(dict.fromkeys(allow))
+        message = StartSandbox(
             id=number,
             name=name,
             log=str(log),
-            doors=doors,
+            allow=allow,
             env=dict(env or {}),
             limits=limits or self._limits,
-            port=self._port(doors),
+            port=self._port(allow),
             timeout_s=timeout_s or self._timeout_s,
         )
         future = self._starting[number] = asyncio.get_running_loop().create_future()
-        self._named[number] = name, log
+        self._names[number] = name, log
         try:
             self._send(message)
             started = await future
         except asyncio.CancelledError:
-            self._abandon(number)
+            self._kill(number)
             raise
         finally:
-            del self._starting[number], self._named[number]
+            del self._starting[number], self._names[number]
         if isinstance(started, str):
-            said = f"the cell of {name} {started}; its log ends: {tail(log, TAIL_BYTES)}"
-            raise InfrastructureFailure(said, Reason.LAUNCH)
+            message = f"the sandbox of {name} {started}; its log ends: {tail(log, TAIL_BYTES)}"
+            raise InfrastructureFailure(message, Reason.LAUNCH)
         return started  # may have ended already
 
-    def _port(self, doors: Sequence[Address]) -> int:
+    def _port(self, allow: Sequence[Address]) -> int:
         """Choose the program's port; 0 if it serves none.
 
         It must differ from all allowed ports, because the sandbox listens on those, too.
         """
-        program, taken = self._program, {port for _, port in doors}
+        program, taken = self._program, {port for _, port in allow}
         if program.empty or not program.port:
             return 0
         if program.port not in taken:
             return program.port
         if not program.target:
             raise UsageError(
-                f"{program.name} serves port {program.port} itself and may not reach the same port outside;"
-                " let the gateway listen elsewhere (--port)"
+                f"{program.name} serves port {program.port} and cannot also connect to that port outside;"
+                " start the gateway on another port (--port)"
             )
         return next(port for port in itertools.count(PORT + 1) if port not in taken)
 
-    def _abandon(self, id: int) -> None:
+    def _kill(self, id: int) -> None:
         with contextlib.suppress(InfrastructureFailure):
-            self._send(Kill(id=id))
+            self._send(KillSandbox(id=id))
 
     def _send(self, message: Any, fds: Sequence[int] = ()) -> None:
         try:
             if self._channel is None:
-                raise RuntimeError("cells are started inside 'async with nest'")
+                raise RuntimeError("start sandboxes inside 'async with fork_server'")
             self._channel.send(message, fds)
         except Unavailable as error:
-            said = f"the nest of {self._program.name} has died; its log ends: {tail(self._log, TAIL_BYTES)}"
-            raise InfrastructureFailure(said, Reason.DIED) from error
+            log = tail(self._log, TAIL_BYTES)
+            message = f"the fork server of {self._program.name} has died; its log ends: {log}"
+            raise InfrastructureFailure(message, Reason.DIED) from error
 
-    def _ask(self, make: Any, fds: Sequence[int], **values: object) -> asyncio.Future[Done]:
+    def _send_task(self, make: Any, fds: Sequence[int], **values: object) -> asyncio.Future[TaskDone]:
         number = next(self._ids)
-        future = self._asked[number] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(lambda _: self._asked.pop(number, None))
+        future = self._tasks[number] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(lambda _: self._tasks.pop(number, None))
         try:
             self._send(make(id=number, **values), fds)
         except (InfrastructureFailure, UsageError):
@@ -277,30 +276,30 @@ class ForkServer:
             raise
         return future
 
-    def _told(self, received: Received) -> None:
+    def _on_message(self, received: Received) -> None:
         match received.message:
-            case Warm() as warm:
-                if self._warm is not None and not self._warm.done():
-                    self._warm.set_result(warm)
-            case Started() as started:
-                self._risen(started)
-            case Gone() as gone:
-                self._bury(gone)
-            case Done() as done:
-                if (future := self._asked.get(done.id)) and not future.done():
+            case ProgramLoaded() as loaded:
+                if self._loaded is not None and not self._loaded.done():
+                    self._loaded.set_result(loaded)
+            case SandboxStarted() as started:
+                self._on_started(started)
+            case SandboxExited() as exited:
+                self._on_exited(exited)
+            case TaskDone() as done:
+                if (future := self._tasks.get(done.id)) and not future.done():
                     future.set_result(done)
             case _:
                 pass
 
-    def _risen(self, started: Started) -> None:
+    def _on_started(self, started: SandboxStarted) -> None:
         future = self._starting.get(started.id)
         if future is None or future.done():
             return
         if started.problem or self._channel is None:
             future.set_result(started.problem or DIED)
             return
-        name, log = self._named[started.id]
-        cell = self._cells[started.id] = SandboxProcess(
+        name, log = self._names[started.id]
+        sandbox = self._sandboxes[started.id] = SandboxProcess(
             started.id,
             name,
             pid=started.pid,
@@ -308,31 +307,33 @@ class ForkServer:
             socket=Path(started.socket),
             started=time.time(),
             channel=self._channel,
-            ask=self._ask,
+            send_task=self._send_task,
         )
-        future.set_result(cell)
+        future.set_result(sandbox)
 
-    def _bury(self, gone: Gone) -> None:
-        if cell := self._cells.pop(gone.id, None):
+    def _on_exited(self, exited: SandboxExited) -> None:
+        if sandbox := self._sandboxes.pop(exited.id, None):
             ended = ProcessExit(
-                code=gone.code,
-                signal=gone.signal,
-                oom=gone.oom,
-                said=tail(cell.log, TAIL_BYTES),
-                notes=gone.notes,
+                code=exited.code,
+                signal=exited.signal,
+                oom=exited.oom,
+                log=tail(sandbox.log, TAIL_BYTES),
+                notes=exited.notes,
             )
-            cell.mark_dead(ended)
+            sandbox.mark_dead(ended)
 
-    def _lost(self) -> None:
+    def _on_close(self) -> None:
         """Fail all pending calls and sandboxes: they end with the supervisor."""
-        if self._warm is not None and not self._warm.done():
-            self._warm.set_result(Warm(problem="the keeper of the nest ended"))
+        if self._loaded is not None and not self._loaded.done():
+            self._loaded.set_result(ProgramLoaded(problem="the supervisor ended"))
         for future in self._starting.values():
             if not future.done():
                 future.set_result(DIED)
-        for number, future in list(self._asked.items()):
+        for number, future in list(self._tasks.items()):
             if not future.done():
-                future.set_result(Done(id=number, problem="its nest has died"))
-        for cell in list(self._cells.values()):
-            cell.mark_dead(ProcessExit(said=tail(cell.log, TAIL_BYTES), notes=("its nest ended",)))
-        self._cells.clear()
+                future.set_result(TaskDone(id=number, problem="the fork server has died"))
+        for sandbox in list(self._sandboxes.values()):
+            sandbox.mark_dead(
+                ProcessExit(log=tail(sandbox.log, TAIL_BYTES), notes=("its fork server ended",))
+            )
+        self._sandboxes.clear()

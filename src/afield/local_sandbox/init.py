@@ -21,21 +21,21 @@ from afield.local_sandbox import namespaces, serving
 from afield.local_sandbox.bwrap import WORK
 from afield.local_sandbox.exec import Tasks
 from afield.local_sandbox.messages import (
-    Exec,
-    File,
-    Go,
-    Hello,
-    Line,
-    Load,
-    Over,
+    ExecCommand,
+    LoadProgram,
+    NamespacesReady,
+    OpenSocket,
+    PortReady,
+    ProgramExited,
     Received,
-    Start,
-    Up,
+    StartProgram,
+    StartSandbox,
+    TransferFile,
     receive,
     transmit,
 )
-from afield.local_sandbox.privileges import bear
-from afield.local_sandbox.seccomp import Notices
+from afield.local_sandbox.privileges import become_program
+from afield.local_sandbox.seccomp import SeccompListener
 from afield.local_sandbox.syscalls import PR_SET_DUMPABLE, prctl
 
 POLL_S = 0.005
@@ -53,7 +53,7 @@ class BoundedLog:
         self._left_out = 0
         self._size = 0
 
-    def take(self, source: int) -> bool:
+    def copy_from(self, source: int) -> bool:
         """Copy available data from a non-blocking pipe; returns False if there is none."""
         try:
             data = os.read(source, 65_536)
@@ -81,7 +81,7 @@ class BoundedLog:
             self._size += len(part)
 
 
-def live(start: Start, load: Load, app: Any, channel: socket.socket, log: int) -> None:
+def run_sandbox(start: StartSandbox, load: LoadProgram, app: Any, channel: socket.socket, log: int) -> None:
     """Set up a sandbox in a freshly forked process.
 
     Returns only in the program's process, after a script has ended.
@@ -94,30 +94,32 @@ def live(start: Start, load: Load, app: Any, channel: socket.socket, log: int) -
         namespaces.enter()
         if os.fork():
             os._exit(0)
-        first = InitProcess(start, load, channel, BoundedLog(log))
-        listener = first.prepare()
+        init = InitProcess(start, load, channel, BoundedLog(log))
+        listener = init.prepare()
     except OSError as error:
         with contextlib.suppress(OSError):
-            transmit(channel, Over(problem=f"the cell cannot be made: {error}"))
+            transmit(channel, ProgramExited(problem=f"the sandbox cannot be created: {error}"))
         os._exit(1)
-    if first.begin():
+    if init.start_program():
         _run(start, load, app, listener)
 
 
 class InitProcess:
     """First process of a sandbox."""
 
-    def __init__(self, start: Start, load: Load, channel: socket.socket, log: BoundedLog) -> None:
+    def __init__(
+        self, start: StartSandbox, load: LoadProgram, channel: socket.socket, log: BoundedLog
+    ) -> None:
         self._start = start
         self._load = load
         self._channel = channel
         self._log = log
         self._main = 0
-        self._up = False
+        self._serving = False
         self._full = False
         self._tasks = Tasks(start, channel)
         self._reached: set[tuple[str, int]] = set()
-        self._notices: Notices | None = None
+        self._seccomp_listener: SeccompListener | None = None
 
     def prepare(self) -> socket.socket | None:
         """Set up network and mounts, and wait for the limits.
@@ -126,78 +128,82 @@ class InitProcess:
         """
         prctl(PR_SET_DUMPABLE, 0)
         start, program = self._start, self._load.program
-        hosts, doors = namespaces.hosts_and_doors(start.doors)
-        self._reached = {door.getsockname()[:2] for door in doors}
-        shown = program.mounts if program.root else self._load.mounted
-        namespaces.furnish(start.limits, shown, hosts, image=bool(program.root))
+        hosts, sockets = namespaces.listen_for(start.allow)
+        self._reached = {sock.getsockname()[:2] for sock in sockets}
+        shown = program.mounts if program.root else self._load.bwrap.mounted
+        namespaces.mount_all(start.limits, shown, hosts, image=bool(program.root))
         os.chdir(WORK)
-        transmit(self._channel, Hello(), [door.fileno() for door in doors])
-        for door in doors:
-            door.close()
+        transmit(self._channel, NamespacesReady(), [sock.fileno() for sock in sockets])
+        for sock in sockets:
+            sock.close()
         received = receive(self._channel)
-        if received is None or not isinstance(received.message, Go):
+        if received is None or not isinstance(received.message, StartProgram):
             os._exit(0)
         return namespaces.listener("127.0.0.1", start.port) if program.target else None
 
-    def begin(self) -> bool:
+    def start_program(self) -> bool:
         """Fork the program; returns True in its process. The init process never returns."""
-        output, writing = os.pipe()
-        woken, waking = os.pipe()
-        told, telling = socket.socketpair()
-        for fd in (output, woken, waking):
+        output, output_writer = os.pipe()
+        wakeup, wakeup_writer = os.pipe()
+        listener_socket, listener_sender = socket.socketpair()
+        for fd in (output, wakeup, wakeup_writer):
             os.set_blocking(fd, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(wakeup_writer, warn_on_full_buffer=False)
         if not self._load.program.empty:
             self._main = os.fork()
             if self._main == 0:
                 signal.set_wakeup_fd(-1)
-                for fd in (output, woken, waking, self._log.fd):
+                for fd in (output, wakeup, wakeup_writer, self._log.fd):
                     os.close(fd)
-                told.close()
+                listener_socket.close()
                 self._channel.close()
-                bear(self._start, output=writing, listener=telling)
+                become_program(self._start, output=output_writer, listener=listener_sender)
                 return True
-        os.close(writing)
-        telling.close()
-        self._up_if_so()
-        return self._watch(output, woken, told)
+        os.close(output_writer)
+        listener_sender.close()
+        self._report_if_serving()
+        return self._watch(output, wakeup, listener_socket)
 
-    def _watch(self, output: int, woken: int, told: socket.socket) -> NoReturn:
+    def _watch(self, output: int, wakeup: int, listener_socket: socket.socket) -> NoReturn:
         poll = select.poll()
-        for fd in (self._channel.fileno(), output, woken, told.fileno()):
+        for fd in (self._channel.fileno(), output, wakeup, listener_socket.fileno()):
             poll.register(fd, select.POLLIN)
         while True:
-            ready = {fd for fd, _ in poll.poll(None if self._up else POLL_S * 1000)}
-            if output in ready and not self._log.take(output):
+            ready = {fd for fd, _ in poll.poll(None if self._serving else POLL_S * 1000)}
+            if output in ready and not self._log.copy_from(output):
                 poll.unregister(output)
-            if woken in ready:
+            if wakeup in ready:
                 with contextlib.suppress(BlockingIOError):
-                    os.read(woken, 4096)
+                    os.read(wakeup, 4096)
                 self._reap(output)
             if self._channel.fileno() in ready:
-                self._asked(receive(self._channel))
-            if told.fileno() in ready:
-                poll.unregister(told)
-                self._hear(told, poll)
-            if self._notices is not None and self._notices.fd in ready and not self._notices.answer():
-                poll.unregister(self._notices.fd)
-            if not self._up:
-                self._up_if_so()
-            self._tell_if_full()
+                self._on_message(receive(self._channel))
+            if listener_socket.fileno() in ready:
+                poll.unregister(listener_socket)
+                self._receive_listener(listener_socket, poll)
+            if (
+                self._seccomp_listener is not None
+                and self._seccomp_listener.fd in ready
+                and not self._seccomp_listener.respond()
+            ):
+                poll.unregister(self._seccomp_listener.fd)
+            if not self._serving:
+                self._report_if_serving()
+            self._log_full_disk()
 
-    def _tell_if_full(self) -> None:
+    def _log_full_disk(self) -> None:
         room = os.statvfs(WORK)
         if not self._full and (room.f_bavail == 0 or room.f_ffree == 0):
             self._full = room.f_blocks > 0
-            what = "disk_mb" if room.f_bavail == 0 else "files on disk that goes with disk_mb"
-            self._log.write(f"[cell] the limit {what} was reached\n".encode())
+            what = "disk_mb" if room.f_bavail == 0 else "number of files (from disk_mb)"
+            self._log.write(f"[sandbox] limit {what} reached\n".encode())
 
-    def _hear(self, told: socket.socket, poll: select.poll) -> None:
+    def _receive_listener(self, listener_socket: socket.socket, poll: select.poll) -> None:
         """Receive the descriptor of the program's seccomp listener, which reports denied calls."""
-        _, fds, _, _ = socket.recv_fds(told, 1, 1)
+        _, fds, _, _ = socket.recv_fds(listener_socket, 1, 1)
         if fds:
-            self._notices = Notices(fds[0], self._reached, _listens, self._log.write)
+            self._seccomp_listener = SeccompListener(fds[0], self._reached, _listens, self._log.write)
             poll.register(fds[0], select.POLLIN)
 
     def _reap(self, output: int) -> None:
@@ -209,42 +215,42 @@ class InitProcess:
             if pid == 0:
                 return
             if pid == self._main:
-                self._end(output, os.waitstatus_to_exitcode(status))
-            self._tasks.ended(pid, status)
+                self._exit(output, os.waitstatus_to_exitcode(status))
+            self._tasks.on_exit(pid, status)
 
-    def _end(self, output: int, code: int) -> NoReturn:
+    def _exit(self, output: int, code: int) -> NoReturn:
         left = sum(entry.name.isdigit() for entry in os.scandir("/proc")) - 1
         if left > 0:
-            self._log.write(f"[cell] {left} process(es) that it left behind are killed\n".encode())
+            self._log.write(f"[sandbox] killed {left} process(es) that the agent left behind\n".encode())
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
-        while self._log.take(output):
+        while self._log.copy_from(output):
             pass
-        self._tell_if_full()
-        over = Over(code=code) if code >= 0 else Over(signal=-code)
+        self._log_full_disk()
+        program_exit = ProgramExited(code=code) if code >= 0 else ProgramExited(signal=-code)
         with contextlib.suppress(OSError):
-            transmit(self._channel, over)
+            transmit(self._channel, program_exit)
         os._exit(0)
 
-    def _asked(self, received: Received | None) -> None:
+    def _on_message(self, received: Received | None) -> None:
         if received is None:
             os._exit(0)
         match received.message:
-            case Line() as line:
-                with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as made:
-                    transmit(self._channel, line, [made.fileno()])
-            case Exec() | File() as task:
-                self._tasks.begin(task, received.fds)
+            case OpenSocket() as line:
+                with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as inner:
+                    transmit(self._channel, line, [inner.fileno()])
+            case ExecCommand() | TransferFile() as task:
+                self._tasks.start(task, received.fds)
             case _:
                 pass
         for fd in received.fds:
             os.close(fd)
 
-    def _up_if_so(self) -> None:
+    def _report_if_serving(self) -> None:
         program = self._load.program
         if program.target or program.empty or not self._start.port or _listens(self._start.port):
-            self._up = True
-            transmit(self._channel, Up())
+            self._serving = True
+            transmit(self._channel, PortReady())
 
 
 def _listens(port: int) -> bool:
@@ -259,7 +265,7 @@ def _listens(port: int) -> bool:
     return False
 
 
-def _run(start: Start, load: Load, app: Any, listener: socket.socket | None) -> None:
+def _run(start: StartSandbox, load: LoadProgram, app: Any, listener: socket.socket | None) -> None:
     program = load.program
     if isinstance(app, serving.Prepared) and listener is not None:
         serving.serve(app, listener, once=program.once)

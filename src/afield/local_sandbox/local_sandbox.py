@@ -31,22 +31,22 @@ class LocalSandbox:
         self._options = options
         self._allow = tuple(address(text) for text in options.allow)
         self._stack = AsyncExitStack()
-        self._cell: SandboxProcess | None = None
+        self._sandbox: SandboxProcess | None = None
 
     async def __aenter__(self) -> Self:
         directory = new_socket_directory()
-        nest = ForkServer(
+        fork_server = ForkServer(
             self._program, self._options.limits, directory=directory, log_dir=directory / "logs"
         )
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(nest)
-            self._cell = await nest.start("sandbox", allow=self._allow)
+            await stack.enter_async_context(fork_server)
+            self._sandbox = await fork_server.start("sandbox", allow=self._allow)
             self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         await self._stack.aclose()
-        self._cell = None
+        self._sandbox = None
 
     async def exec(
         self,
@@ -57,18 +57,18 @@ class LocalSandbox:
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
     ) -> ExecResult:
-        return await self._place().exec(command, timeout=timeout, cwd=cwd, env=env, stdin=stdin)
+        return await self._running().exec(command, timeout=timeout, cwd=cwd, env=env, stdin=stdin)
 
     async def upload(self, path: str, data: bytes) -> None:
-        await self._place().upload(path, data)
+        await self._running().upload(path, data)
 
     async def download(self, path: str) -> bytes:
-        return await self._place().download(path)
+        return await self._running().download(path)
 
-    def _place(self) -> SandboxProcess:
-        if self._cell is None:
+    def _running(self) -> SandboxProcess:
+        if self._sandbox is None:
             raise RuntimeError("a sandbox is used inside 'async with'")
-        return self._cell
+        return self._sandbox
 
 
 def address(text: str) -> tuple[str, int]:

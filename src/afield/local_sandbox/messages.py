@@ -68,9 +68,9 @@ class Program(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.target, self.script, self.argv))) > 1:
-            raise UsageError("a program has exactly one of target, script and argv")
+            raise UsageError("a program has at most one of target, script and argv")
         if self.root and (self.target or self.script):
-            raise UsageError(f"root {self.root!r} has no Python of ours: only commands run there")
+            raise UsageError(f"root {self.root!r}: an image runs commands only, not a target or script")
 
     @property
     def name(self) -> str:
@@ -93,7 +93,7 @@ class ProcessExit(Struct, frozen=True, kw_only=True):
     """Number of the signal that ended the program; None if it exited."""
     oom: bool = False
     """Whether the kernel killed a process of the sandbox for lack of memory."""
-    said: str = ""
+    log: str = ""
     """Tail of the log."""
     notes: tuple[str, ...] = ()
     """Messages about limits that were reached and connections that failed."""
@@ -117,41 +117,42 @@ MAX_FDS = 64
 Address: TypeAlias = tuple[str, int]
 
 
-class Open(Struct, frozen=True, kw_only=True, tag=True):
+class BwrapArgs(Struct, frozen=True):
+    """Bubblewrap command of a fork server, and the paths it mounts."""
+
+    command: tuple[str, ...]
+    """Command line with the placeholder `{fd}` for the number of the control socket."""
+    mounted: tuple[str, ...]
+    """Visible paths of this machine."""
+    sealed: tuple[str, ...] = ()
+    """Directories of `mounted` in which Unix sockets are unreachable, including sockets created later."""
+    hidden: tuple[str, ...] = ()
+    """Paths within `mounted` that are covered by an empty mount."""
+
+
+class OpenForkServer(Struct, frozen=True, kw_only=True, tag=True):
     """Controller to supervisor, once: start the fork parent."""
 
     program: Program
     """Program to load."""
-    command: tuple[str, ...]
-    """Bubblewrap command line; `{fd}` stands for the number of the control socket."""
-    mounted: tuple[str, ...]
-    """Visible paths of this machine."""
-    sealed: tuple[str, ...]
-    """Directories in which Unix sockets are unreachable."""
-    hidden: tuple[str, ...]
-    """Paths within `mounted` that are covered."""
+    bwrap: BwrapArgs
+    """Bubblewrap command and its mounts."""
     env: Mapping[str, str]
     """Environment of the fork parent."""
     directory: str
     """Directory for sockets; the supervisor removes it at the end."""
-    timeout_s: float
-    """Start timeout of the fork server, in seconds."""
 
 
-class Load(Struct, frozen=True, kw_only=True, tag=True):
+class LoadProgram(Struct, frozen=True, kw_only=True, tag=True):
     """Supervisor to fork parent, once: load the program."""
 
     program: Program
     """Program to load."""
-    mounted: tuple[str, ...]
-    """Visible paths of this machine."""
-    sealed: tuple[str, ...] = ()
-    """Directories to remount so that their Unix sockets are unreachable."""
-    hidden: tuple[str, ...] = ()
-    """Paths to cover again after that remount."""
+    bwrap: BwrapArgs
+    """Mounts of the fork parent."""
 
 
-class Warm(Struct, frozen=True, kw_only=True, tag=True):
+class ProgramLoaded(Struct, frozen=True, kw_only=True, tag=True):
     """Fork parent to controller, through the supervisor: the program is loaded, or failed to load."""
 
     problem: str = ""
@@ -162,7 +163,7 @@ class Warm(Struct, frozen=True, kw_only=True, tag=True):
     """Kinds of limits that control groups enforce; set by the supervisor."""
 
 
-class Start(Struct, frozen=True, kw_only=True, tag=True):
+class StartSandbox(Struct, frozen=True, kw_only=True, tag=True):
     """Controller to fork parent, through the supervisor: start a sandbox."""
 
     id: int
@@ -171,7 +172,7 @@ class Start(Struct, frozen=True, kw_only=True, tag=True):
     """Name of the sandbox."""
     log: str
     """Path of the log file."""
-    doors: tuple[Address, ...] = ()
+    allow: tuple[Address, ...] = ()
     """Addresses that the sandbox reaches, as host and port."""
     env: Mapping[str, str] = {}
     """Environment variables to add."""
@@ -185,19 +186,19 @@ class Start(Struct, frozen=True, kw_only=True, tag=True):
     """Whether to limit memory per process, because control groups cannot; set by the supervisor."""
 
 
-class Hello(Struct, frozen=True, kw_only=True, tag=True):
+class NamespacesReady(Struct, frozen=True, kw_only=True, tag=True):
     """Sandbox to supervisor: the namespaces exist. Carries the listening sockets of the allowed addresses."""
 
 
-class Go(Struct, frozen=True, kw_only=True, tag=True):
+class StartProgram(Struct, frozen=True, kw_only=True, tag=True):
     """Supervisor to sandbox: limits are in place, the program may start."""
 
 
-class Up(Struct, frozen=True, kw_only=True, tag=True):
+class PortReady(Struct, frozen=True, kw_only=True, tag=True):
     """Sandbox to supervisor: the program's port accepts connections."""
 
 
-class Started(Struct, frozen=True, kw_only=True, tag=True):
+class SandboxStarted(Struct, frozen=True, kw_only=True, tag=True):
     """Supervisor to controller: the sandbox is ready, or failed to start."""
 
     id: int
@@ -210,7 +211,7 @@ class Started(Struct, frozen=True, kw_only=True, tag=True):
     """Reason of the failure; empty on success."""
 
 
-class Over(Struct, frozen=True, kw_only=True, tag=True):
+class ProgramExited(Struct, frozen=True, kw_only=True, tag=True):
     """Sandbox to supervisor: the program has ended, and with it the sandbox."""
 
     code: int | None = None
@@ -221,7 +222,7 @@ class Over(Struct, frozen=True, kw_only=True, tag=True):
     """Why the program could not start; empty if it did."""
 
 
-class Gone(Struct, frozen=True, kw_only=True, tag=True):
+class SandboxExited(Struct, frozen=True, kw_only=True, tag=True):
     """Supervisor to controller: the sandbox has ended and is cleaned up."""
 
     id: int
@@ -236,14 +237,14 @@ class Gone(Struct, frozen=True, kw_only=True, tag=True):
     """Messages about limits that were reached and connections that failed."""
 
 
-class Kill(Struct, frozen=True, kw_only=True, tag=True):
+class KillSandbox(Struct, frozen=True, kw_only=True, tag=True):
     """Controller to supervisor: kill a sandbox."""
 
     id: int
     """Number of the sandbox."""
 
 
-class Line(Struct, frozen=True, kw_only=True, tag=True):
+class OpenSocket(Struct, frozen=True, kw_only=True, tag=True):
     """Supervisor to sandbox: request a socket of the sandbox's network.
 
     The sandbox answers with the same message, which carries an unconnected socket.
@@ -253,12 +254,12 @@ class Line(Struct, frozen=True, kw_only=True, tag=True):
     """Number of the sandbox."""
 
 
-class Exec(Struct, frozen=True, kw_only=True, tag=True):
+class ExecCommand(Struct, frozen=True, kw_only=True, tag=True):
     """Controller to sandbox: run a command. Carries its stdin, stdout and stderr."""
 
     id: int
-    """Number of the task, repeated in `Done`."""
-    cell: int
+    """Number of the task, repeated in `TaskDone`."""
+    sandbox: int
     """Number of the sandbox."""
     argv: tuple[str, ...]
     """Command line."""
@@ -270,21 +271,21 @@ class Exec(Struct, frozen=True, kw_only=True, tag=True):
     """Time limit in seconds; None for no limit."""
 
 
-class File(Struct, frozen=True, kw_only=True, tag=True):
+class TransferFile(Struct, frozen=True, kw_only=True, tag=True):
     """Controller to sandbox: write or read a file. Carries the pipe for its content."""
 
     id: int
-    """Number of the task, repeated in `Done`."""
-    cell: int
+    """Number of the task, repeated in `TaskDone`."""
+    sandbox: int
     """Number of the sandbox."""
     path: str
     """Path in the sandbox."""
-    put: bool
+    write_file: bool
     """True writes the file, False reads it."""
 
 
-class Done(Struct, frozen=True, kw_only=True, tag=True):
-    """Sandbox to controller: result of an Exec or File."""
+class TaskDone(Struct, frozen=True, kw_only=True, tag=True):
+    """Sandbox to controller: result of a command or transfer."""
 
     id: int
     """Number of the task."""
@@ -297,7 +298,21 @@ class Done(Struct, frozen=True, kw_only=True, tag=True):
 
 
 Message: TypeAlias = (
-    Open | Load | Warm | Start | Hello | Go | Up | Started | Over | Gone | Kill | Line | Exec | File | Done
+    OpenForkServer
+    | LoadProgram
+    | ProgramLoaded
+    | StartSandbox
+    | NamespacesReady
+    | StartProgram
+    | PortReady
+    | SandboxStarted
+    | ProgramExited
+    | SandboxExited
+    | KillSandbox
+    | OpenSocket
+    | ExecCommand
+    | TransferFile
+    | TaskDone
 )
 encode = msgspec.json.Encoder().encode
 decode = msgspec.json.Decoder(Message).decode
@@ -323,14 +338,16 @@ class Received(Struct, frozen=True):
 
 
 def transmit(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:
+    kind = type(message).__name__
     try:
         data = encode(message)
     except UnicodeEncodeError as error:
         # Reject it here: in a channel's queue it would block all later messages.
-        raise UsageError(f"a {type(message).__name__} with text that is not Unicode: {error}") from error
+        raise UsageError(f"a {kind} message has text that is not valid Unicode: {error}") from error
     if len(data) > MAX_BYTES:
-        kind = type(message).__name__
-        raise UsageError(f"a {kind} of {len(data)} bytes is over {MAX_BYTES}; send large data as a file")
+        raise UsageError(
+            f"a {kind} message has {len(data)} bytes, over {MAX_BYTES}; send large data as a file"
+        )
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     sock.sendmsg([data], rights)
 
@@ -352,21 +369,21 @@ def receive(sock: socket.socket) -> Received | None:
 class Channel:
     """End of a message socket in an event loop.
 
-    `told` gets each message; `closed` is called once, when the other side closes.
+    `on_message` gets each message; `on_close` is called once, when the other side closes.
     """
 
     def __init__(
         self,
         sock: socket.socket,
-        told: Callable[[Received], None],
-        closed: Callable[[], None],
+        on_message: Callable[[Received], None],
+        on_close: Callable[[], None],
         *,
         credentials: bool = False,
     ) -> None:
         self._sock = sock
-        self._told = told
-        self._closed = closed
-        self._waiting: deque[tuple[Message, list[int]]] = deque()
+        self._on_message = on_message
+        self._on_close = on_close
+        self._queue: deque[tuple[Message, list[int]]] = deque()
         self._loop = asyncio.get_running_loop()
         self._open = True
         sock.setblocking(False)
@@ -382,9 +399,9 @@ class Channel:
         """Queue a message and take over `fds`; raises Unavailable if the other side has closed."""
         if not self._open:
             _close(fds)
-            raise Unavailable("the other side of the channel is gone")
-        self._waiting.append((message, list(fds)))
-        if len(self._waiting) == 1:
+            raise Unavailable("the other side has closed the channel")
+        self._queue.append((message, list(fds)))
+        if len(self._queue) == 1:
             self._write()
 
     def close(self) -> None:
@@ -394,26 +411,26 @@ class Channel:
         self._loop.remove_reader(self._sock.fileno())
         self._loop.remove_writer(self._sock.fileno())
         self._sock.close()
-        for _, fds in self._waiting:
+        for _, fds in self._queue:
             _close(fds)
-        self._waiting.clear()
+        self._queue.clear()
 
     def _write(self) -> None:
-        while self._waiting:
-            message, fds = self._waiting[0]
+        while self._queue:
+            message, fds = self._queue[0]
             try:
                 transmit(self._sock, message, fds)
             except BlockingIOError:
                 self._loop.add_writer(self._sock.fileno(), self._write)
                 return
             except OSError:
-                self._end()
+                self._handle_close()
                 return
             except UsageError:
-                self._waiting.popleft()
+                self._queue.popleft()
                 _close(fds)
                 raise
-            self._waiting.popleft()
+            self._queue.popleft()
             _close(fds)
         self._loop.remove_writer(self._sock.fileno())
 
@@ -427,16 +444,16 @@ class Channel:
             except (OSError, MsgspecError):
                 received = None  # Treat a peer that sends invalid messages as gone.
             if received is None:
-                self._end()
+                self._handle_close()
                 return
-            self._told(received)
+            self._on_message(received)
             if not self._open:
                 return
 
-    def _end(self) -> None:
+    def _handle_close(self) -> None:
         if self._open:
             self.close()
-            self._closed()
+            self._on_close()
 
 
 def _close(fds: Sequence[int]) -> None:

@@ -24,8 +24,8 @@ INODES_PER_MB = 128
 BACKLOG = 128
 # Kernel limits per user. All sandboxes have the same user, so none may use up the total.
 TERMINALS = 64
-COUNTED = {"max_inotify_instances": 16, "max_inotify_watches": 16_384, "max_user_namespaces": 0}
-QUIET = syscalls.NO_SUID | syscalls.NO_DEV
+USER_LIMITS = {"max_inotify_instances": 16, "max_inotify_watches": 16_384, "max_user_namespaces": 0}
+NO_SUID_NO_DEV = syscalls.NO_SUID | syscalls.NO_DEV
 
 
 def enter() -> None:
@@ -34,7 +34,7 @@ def enter() -> None:
     syscalls.map_ids(USER, USER)
 
 
-def furnish(limits: ResourceLimits, mounted: Sequence[str], hosts: str, *, image: bool) -> None:
+def mount_all(limits: ResourceLimits, mounted: Sequence[str], hosts: str, *, image: bool) -> None:
     """Mount scratch directories, /dev/pts, /proc and /etc/hosts.
 
     With `image`, the image's root file system becomes the root.
@@ -45,17 +45,17 @@ def furnish(limits: ResourceLimits, mounted: Sequence[str], hosts: str, *, image
         if limits.disk_mb is None
         else f",size={limits.disk_mb}m,nr_inodes={limits.disk_mb * INODES_PER_MB}"
     )
-    syscalls.mount("cell", STAGE, "tmpfs", QUIET, f"mode=755{size}")
-    root = _own_root(mounted) if image else ""
+    syscalls.mount("sandbox", STAGE, "tmpfs", NO_SUID_NO_DEV, f"mode=755{size}")
+    root = _image_root(mounted) if image else ""
     # One tmpfs for all of them, so that disk_mb limits their sum.
     for number, place in enumerate((*SCRATCH, "/dev/shm")):
-        made = f"{STAGE}/{number}"
-        Path(made).mkdir()
-        Path(made).chmod(0o1777)
+        fresh = f"{STAGE}/{number}"
+        Path(fresh).mkdir()
+        Path(fresh).chmod(0o1777)
         if not image:
-            _keep_visible(place, made, mounted)
+            _bind_mounts_below(place, fresh, mounted)
         _mount_point(f"{root}{place}")
-        syscalls.bind(made, f"{root}{place}")
+        syscalls.bind(fresh, f"{root}{place}")
     syscalls.mount(
         "devpts",
         f"{root}/dev/pts",
@@ -63,21 +63,21 @@ def furnish(limits: ResourceLimits, mounted: Sequence[str], hosts: str, *, image
         syscalls.NO_SUID | syscalls.NO_EXEC,
         f"newinstance,ptmxmode=0666,max={TERMINALS}",
     )
-    _fresh_proc(f"{root}/proc")
+    _mount_proc(f"{root}/proc")
     Path(f"{STAGE}/hosts").write_text(hosts)
     syscalls.bind(f"{STAGE}/hosts", f"{root}/etc/hosts", read_only=True)
     if image:
         syscalls.change_root(root)
     else:
         syscalls.call("umount2", STAGE.encode(), syscalls.DETACH)
-    socket.sethostname("cell")
+    socket.sethostname("sandbox")
 
 
-def hosts_and_doors(doors: Sequence[Address]) -> tuple[str, list[socket.socket]]:
+def listen_for(allow: Sequence[Address]) -> tuple[str, list[socket.socket]]:
     """Content of /etc/hosts, and a listening socket for each allowed address, in order."""
     syscalls.loopback_up()
     hosts, listening = HOSTS, []
-    for number, (host, port) in enumerate(doors):
+    for number, (host, port) in enumerate(allow):
         address = _address(host, number)
         if address != host:
             hosts += f"{address} {host}\n"
@@ -88,11 +88,11 @@ def hosts_and_doors(doors: Sequence[Address]) -> tuple[str, list[socket.socket]]
 
 def listener(address: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    made.bind((address, port))
-    made.listen(BACKLOG)
-    return made
+    fresh = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    fresh.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    fresh.bind((address, port))
+    fresh.listen(BACKLOG)
+    return fresh
 
 
 def keep_only(kept: set[int]) -> None:
@@ -101,21 +101,21 @@ def keep_only(kept: set[int]) -> None:
     Regular files are reopened read-only, others point to /dev/null. They are not closed, because objects that
     own them would later close unrelated descriptors with the same number.
     """
-    nothing = os.open(os.devnull, os.O_RDWR)
+    devnull = os.open(os.devnull, os.O_RDWR)
     for entry in list(Path("/proc/self/fd").iterdir()):
         fd = int(entry.name)
-        if fd <= 2 or fd == nothing or fd in kept:
+        if fd <= 2 or fd == devnull or fd in kept:
             continue
         try:
             mode = os.fstat(fd).st_mode
-            anew = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY) if stat.S_ISREG(mode) else nothing
+            reopened = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY) if stat.S_ISREG(mode) else devnull
         except OSError:
             # The descriptor of the listing itself, which is closed by now, or one that cannot be reopened.
             continue
-        os.dup2(anew, fd, inheritable=False)
-        if anew != nothing:
-            os.close(anew)
-    os.close(nothing)
+        os.dup2(reopened, fd, inheritable=False)
+        if reopened != devnull:
+            os.close(reopened)
+    os.close(devnull)
 
 
 def _address(host: str, number: int) -> str:
@@ -127,12 +127,12 @@ def _address(host: str, number: int) -> str:
         return f"127.66.{number // 250}.{number % 250 + 1}"
 
 
-def _keep_visible(place: str, made: str, mounted: Sequence[str]) -> None:
+def _bind_mounts_below(place: str, fresh: str, mounted: Sequence[str]) -> None:
     """Bind mounts below a scratch directory into its fresh replacement."""
     for path in mounted:
         if not Path(path).is_relative_to(place):
             continue
-        inner = Path(made) / Path(path).relative_to(place)
+        inner = Path(fresh) / Path(path).relative_to(place)
         inner.parent.mkdir(parents=True, exist_ok=True)
         if Path(path).is_dir():
             inner.mkdir(exist_ok=True)
@@ -141,27 +141,27 @@ def _keep_visible(place: str, made: str, mounted: Sequence[str]) -> None:
         syscalls.bind(path, str(inner))
 
 
-def _fresh_proc(place: str) -> None:
-    syscalls.mount("proc", place, "proc", QUIET | syscalls.NO_EXEC)
-    for name, most in COUNTED.items():
+def _mount_proc(place: str) -> None:
+    syscalls.mount("proc", place, "proc", NO_SUID_NO_DEV | syscalls.NO_EXEC)
+    for name, most in USER_LIMITS.items():
         with contextlib.suppress(FileNotFoundError):
             Path(place, "sys/user", name).write_text(str(most))
     covered, unreadable = sensitive(Path(place))
     for name in covered:
         syscalls.mount(f"{place}/{name}", f"{place}/{name}", flags=syscalls.BIND)
-        flags = syscalls.BIND | syscalls.REMOUNT | syscalls.READ_ONLY | QUIET | syscalls.NO_EXEC
+        flags = syscalls.BIND | syscalls.REMOUNT | syscalls.READ_ONLY | NO_SUID_NO_DEV | syscalls.NO_EXEC
         syscalls.mount("none", f"{place}/{name}", flags=flags)
     for name in unreadable:
         syscalls.mount("/dev/null", f"{place}/{name}", flags=syscalls.BIND)
 
 
-def _own_root(mounted: Sequence[str]) -> str:
+def _image_root(mounted: Sequence[str]) -> str:
     """Root file system from the image: a writable overlay with /dev, basic files in /etc, and the mounts."""
     root, upper, work = f"{STAGE}/root", f"{STAGE}/upper", f"{STAGE}/layer"
     for path in (root, upper, work):
         Path(path).mkdir()
     layers = f"lowerdir={IMAGE},upperdir={upper},workdir={work},userxattr"
-    syscalls.mount("overlay", root, "overlay", QUIET, layers)
+    syscalls.mount("overlay", root, "overlay", NO_SUID_NO_DEV, layers)
     for name in ("dev", "proc", "etc"):
         _mount_point(f"{root}/{name}")
     syscalls.bind("/dev", f"{root}/dev")

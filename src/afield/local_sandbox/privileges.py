@@ -9,36 +9,36 @@ import socket
 import sys
 from pathlib import Path
 
-from afield.local_sandbox import seccomp as calls
-from afield.local_sandbox.messages import Start
+from afield.local_sandbox import seccomp as seccomp
+from afield.local_sandbox.messages import StartSandbox
 from afield.local_sandbox.syscalls import PR_SET_DUMPABLE, drop_privileges, prctl
 
 MB = 2**20
 
 
-def bear(start: Start, *, output: int, listener: socket.socket | None = None) -> None:
+def become_program(start: StartSandbox, *, output: int, listener: socket.socket | None = None) -> None:
     """Turn this process into the program's: session, standard streams, environment, then `confine`.
 
     The seccomp listener's descriptor is sent over `listener`.
     """
     os.setsid()
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for fd, to in ((nothing, 0), (output, 1), (output, 2)):
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    for fd, to in ((devnull, 0), (output, 1), (output, 2)):
         os.dup2(fd, to)
-    os.close(nothing)
+    os.close(devnull)
     os.close(output)
     os.environ.update(start.env)  # noqa: TID251 - environment of the sandbox
     _reseed()
     confine(start, listener)
 
 
-def confine(start: Start, listener: socket.socket | None = None) -> None:
+def confine(start: StartSandbox, listener: socket.socket | None = None) -> None:
     """Apply resource limits, drop privileges and install the filter, irrevocably. Closes `listener`."""
     prctl(PR_SET_DUMPABLE, 1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _limit(start)
     drop_privileges()
-    fd = calls.install(listen=listener is not None) if calls.supported() else -1
+    fd = seccomp.install(listen=listener is not None) if seccomp.supported() else -1
     if listener is not None:
         if fd >= 0:
             socket.send_fds(listener, [b"."], [fd])
@@ -46,7 +46,7 @@ def confine(start: Start, listener: socket.socket | None = None) -> None:
         listener.close()
 
 
-def _limit(start: Start) -> None:
+def _limit(start: StartSandbox) -> None:
     limits = start.limits
     _set(resource.RLIMIT_CORE, 0)
     _set(resource.RLIMIT_FSIZE, limits.disk_mb and limits.disk_mb * MB)

@@ -11,41 +11,36 @@ from pathlib import Path
 from typing import Protocol
 
 from afield.errors import InfrastructureFailure, NotFound, Unavailable
-from afield.interfaces.sandbox import MAX_DOWNLOAD_BYTES, ExecResult, build_argv, check_path, file_too_large
-from afield.local_sandbox.messages import Channel, Done, Exec, File, Kill, ProcessExit
+from afield.interfaces.sandbox import (
+    MAX_DOWNLOAD_BYTES,
+    ExecResult,
+    OutputBuffer,
+    build_argv,
+    check_path,
+    file_too_large,
+)
+from afield.local_sandbox.messages import (
+    Channel,
+    ExecCommand,
+    KillSandbox,
+    ProcessExit,
+    TaskDone,
+    TransferFile,
+)
 from afield.types import Reason
 
 KEPT = 1024 * 1024
 CHUNK = 65_536
 
 
-class bounded:  # noqa: N801 - reads as a function where it is used
-    """Reads a pipe and keeps the beginning and the end of its output; closes the pipe when reading ends."""
-
-    def __init__(self, fd: int, kept: int = KEPT) -> None:
-        self._fd = fd
-        self._half = kept // 2
-        self._head = bytearray()
-        self._tail = bytearray()
-        self.truncated = False
-
-    async def read(self) -> None:
-        reader, transport = await _reader(self._fd)
-        try:
-            while data := await reader.read(CHUNK):
-                room = self._half - len(self._head)
-                self._head += data[:room]
-                self._tail += data[room:] if room > 0 else data
-                if len(self._tail) > self._half:
-                    del self._tail[: len(self._tail) - self._half]
-                    self.truncated = True
-        finally:
-            transport.close()
-
-    @property
-    def text(self) -> str:
-        between = b"\n[... left out ...]\n" if self.truncated else b""
-        return bytes(self._head + between + self._tail).decode("utf-8", "replace")
+async def read_into(buffer: OutputBuffer, fd: int) -> None:
+    """Read a pipe to its end into `buffer`, then close it."""
+    reader, transport = await _reader(fd)
+    try:
+        while data := await reader.read(CHUNK):
+            buffer.add(data)
+    finally:
+        transport.close()
 
 
 async def read_all(fd: int, most: int) -> bytes | None:
@@ -96,12 +91,12 @@ GRACE_S = 180.0
 DRAIN_S = 0.5
 
 
-class Asking(Protocol):
+class SendTask(Protocol):
     """Sends a task message of type `make` to the supervisor and returns the future of its result."""
 
     def __call__(
-        self, make: type[Exec] | type[File], fds: Sequence[int], **values: object
-    ) -> asyncio.Future[Done]: ...
+        self, make: type[ExecCommand] | type[TransferFile], fds: Sequence[int], **values: object
+    ) -> asyncio.Future[TaskDone]: ...
 
 
 class SandboxProcess:
@@ -122,7 +117,7 @@ class SandboxProcess:
         socket: Path,
         started: float,
         channel: Channel,
-        ask: Asking,
+        send_task: SendTask,
     ) -> None:
         self.id = id
         self.name = name
@@ -131,7 +126,7 @@ class SandboxProcess:
         self.socket = socket
         self.started = started
         self._channel = channel
-        self._ask = ask
+        self._send_task = send_task
         self._ended: asyncio.Future[ProcessExit] = asyncio.get_running_loop().create_future()
 
     @property
@@ -151,7 +146,7 @@ class SandboxProcess:
         if self.alive:
             # Without its fork server the sandbox is dead already.
             with contextlib.suppress(Unavailable):
-                self._channel.send(Kill(id=self.id))
+                self._channel.send(KillSandbox(id=self.id))
 
     def mark_dead(self, ended: ProcessExit) -> None:
         """Record the exit; called by the fork server."""
@@ -171,24 +166,25 @@ class SandboxProcess:
         argv = tuple(build_argv(command, timeout, cwd, env))
         (near_in, far_in), (far_out, near_out), (far_err, near_err) = os.pipe(), os.pipe(), os.pipe()
         values = {"argv": argv, "cwd": cwd or "", "env": dict(env or {}), "timeout_s": timeout}
-        outputs = [bounded(far_out), bounded(far_err)]
+        out, err = OutputBuffer(KEPT), OutputBuffer(KEPT)
         feeding = asyncio.ensure_future(feed(far_in, stdin))
-        reading = [asyncio.ensure_future(output.read()) for output in outputs]
+        reading = [
+            asyncio.ensure_future(read_into(buffer, fd)) for buffer, fd in ((out, far_out), (err, far_err))
+        ]
         try:
-            done = await self._answer(Exec, [near_in, near_out, near_err], timeout + GRACE_S, values)
+            done = await self._run_task(ExecCommand, [near_in, near_out, near_err], timeout + GRACE_S, values)
             # Background processes of the command may keep its output open.
             await asyncio.wait(reading, timeout=DRAIN_S)
         finally:
             for task in (feeding, *reading):
                 task.cancel()
             await asyncio.gather(feeding, *reading, return_exceptions=True)
-        out, err = outputs
         return ExecResult(
             exit_code=done.code,
             stdout=out.text,
             stderr=err.text,
             timed_out=done.timed_out,
-            truncated=out.truncated or err.truncated,
+            truncated=bool(out.omitted or err.omitted),
         )
 
     async def upload(self, path: str, data: bytes) -> None:
@@ -196,27 +192,27 @@ class SandboxProcess:
         reading, writing = os.pipe()
         feeding = asyncio.ensure_future(feed(writing, data))
         try:
-            done = await self._answer(File, [reading], FILE_S, {"path": path, "put": True})
+            done = await self._run_task(TransferFile, [reading], FILE_S, {"path": path, "write_file": True})
         finally:
             feeding.cancel()
             await asyncio.gather(feeding, return_exceptions=True)
         if done.code:
-            said = f"{path} cannot be written in {self.name}: {os.strerror(done.code)}"
-            raise InfrastructureFailure(said, Reason.UPLOAD)
+            message = f"{path} cannot be written in {self.name}: {os.strerror(done.code)}"
+            raise InfrastructureFailure(message, Reason.UPLOAD)
 
     async def download(self, path: str) -> bytes:
         check_path(path)
         reading, writing = os.pipe()
         content = asyncio.ensure_future(read_all(reading, MAX_DOWNLOAD_BYTES))
         try:
-            done = await self._answer(File, [writing], FILE_S, {"path": path, "put": False})
+            done = await self._run_task(TransferFile, [writing], FILE_S, {"path": path, "write_file": False})
             if content.done() and content.result() is None:
                 raise file_too_large(path, self.name)
             if done.code in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
                 raise NotFound(f"there is no file {path} in {self.name}")
             if done.code:
-                said = f"{path} cannot be read in {self.name}: {os.strerror(done.code)}"
-                raise InfrastructureFailure(said, Reason.UPLOAD)
+                message = f"{path} cannot be read in {self.name}: {os.strerror(done.code)}"
+                raise InfrastructureFailure(message, Reason.UPLOAD)
             if (whole := await content) is None:
                 raise file_too_large(path, self.name)
             return whole
@@ -224,15 +220,21 @@ class SandboxProcess:
             content.cancel()
             await asyncio.gather(content, return_exceptions=True)
 
-    async def _answer(
-        self, make: type[Exec] | type[File], fds: list[int], timeout_s: float, values: Mapping[str, object]
-    ) -> Done:
-        future = self._ask(make, fds, cell=self.id, **values)
+    async def _run_task(
+        self,
+        make: type[ExecCommand] | type[TransferFile],
+        fds: list[int],
+        timeout_s: float,
+        values: Mapping[str, object],
+    ) -> TaskDone:
+        future = self._send_task(make, fds, sandbox=self.id, **values)
         try:
             async with asyncio.timeout(timeout_s):
                 done = await future
         except TimeoutError as error:
-            raise InfrastructureFailure(f"{self.name} does not answer", Reason.DIED) from error
+            raise InfrastructureFailure(
+                f"{self.name} did not answer within {timeout_s:g} s", Reason.DIED
+            ) from error
         if done.problem:
             raise InfrastructureFailure(f"{self.name}: {done.problem}", Reason.DIED)
         return done

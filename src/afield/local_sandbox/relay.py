@@ -14,19 +14,19 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import cast
 
-AT_ONCE = 512
+MAX_CONNECTIONS = 512
 CONNECT_S = 30.0
 BUFFER = 128 * 1024
 
 
-class _Half(asyncio.Protocol):
+class _RelaySide(asyncio.Protocol):
     """Side of a connection; forwards received data to the other side."""
 
     def __init__(self, ended: Callable[[], None]) -> None:
         self.transport: asyncio.Transport | None = None
-        self.other: _Half | None = None
+        self.other: _RelaySide | None = None
         self._ended = ended
-        self._early = bytearray()
+        self._buffered = bytearray()
         self._eof = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -38,7 +38,7 @@ class _Half(asyncio.Protocol):
             self.other.transport.write(data)
             return
         # Pause here rather than in connection_made, where older Python versions lose it.
-        self._early += data
+        self._buffered += data
         if self.transport is not None:
             self.transport.pause_reading()
 
@@ -54,12 +54,12 @@ class _Half(asyncio.Protocol):
             self.other.transport.close()
         return True
 
-    def join(self, other: _Half) -> None:
+    def join(self, other: _RelaySide) -> None:
         """Connect the other side, and forward data that arrived before."""
         self.other = other
-        if other.transport is not None and self._early:
-            other.transport.write(bytes(self._early))
-            self._early.clear()
+        if other.transport is not None and self._buffered:
+            other.transport.write(bytes(self._buffered))
+            self._buffered.clear()
         if self._eof:
             self.eof_received()
         if self.transport is not None and not self.transport.is_closing():
@@ -79,45 +79,52 @@ class _Half(asyncio.Protocol):
             self.other.transport.close()
 
 
+_Connect = Callable[[Callable[[], _RelaySide]], Awaitable[None]]
+
+
 class Relay:
     """All connections of one sandbox."""
 
     def __init__(self) -> None:
         self._servers: list[asyncio.Server] = []
-        self._halves: set[_Half] = set()
+        self._sides: set[_RelaySide] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._refused = 0
         self._failed: dict[str, int] = {}
 
     def notes(self) -> tuple[str, ...]:
         """Messages about refused connections and unreachable addresses since the last call."""
-        notes = [f"{to}; {n} time(s)" for to, n in self._failed.items()]
+        notes = [f"{problem}; {n} time(s)" for problem, n in self._failed.items()]
         if self._refused:
-            notes.append(f"{AT_ONCE} connections at once are allowed; {self._refused} more were closed")
+            notes.append(
+                f"{MAX_CONNECTIONS} concurrent connections are allowed; {self._refused} more were closed"
+            )
         self._refused, self._failed = 0, {}
         return tuple(notes)
 
-    async def door(self, listener: socket.socket, host: str, port: int) -> None:
+    async def forward_out(self, listener: socket.socket, host: str, port: int) -> None:
         """Forward connections that the sandbox makes to `listener` to `host:port` outside."""
 
-        async def out(half: Callable[[], _Half]) -> None:
-            await asyncio.get_running_loop().create_connection(half, host, port)
+        async def out(side: Callable[[], _RelaySide]) -> None:
+            await asyncio.get_running_loop().create_connection(side, host, port)
 
         await self._serve(out, f"{host}:{port}", sock=listener)
 
-    async def port(self, path: Path, made: Callable[[], Awaitable[socket.socket]], port: int) -> None:
+    async def forward_in(
+        self, path: Path, open_socket: Callable[[], Awaitable[socket.socket]], port: int
+    ) -> None:
         """Forward connections from the Unix socket `path` to the sandbox's `port`.
 
-        `made` creates a socket in the sandbox's network.
+        `open_socket` creates a socket in the sandbox's network.
         """
 
-        async def into(half: Callable[[], _Half]) -> None:
+        async def into(side: Callable[[], _RelaySide]) -> None:
             loop = asyncio.get_running_loop()
-            sock = await made()
+            sock = await open_socket()
             try:
                 sock.setblocking(False)
                 await loop.sock_connect(sock, ("127.0.0.1", port))
-                await loop.create_connection(half, sock=sock)
+                await loop.create_connection(side, sock=sock)
             except OSError:
                 sock.close()
                 raise
@@ -127,11 +134,11 @@ class Relay:
         listener.listen(128)
         await self._serve(into, f"port {port}", sock=listener)
 
-    async def _serve(
-        self, onward: Callable[[Callable[[], _Half]], Awaitable[None]], to: str, *, sock: socket.socket
-    ) -> None:
-        def accepted() -> _Half:
-            near = _Near(lambda: self._onward(near, onward, to), lambda: self._halves.discard(near))
+    async def _serve(self, connect: _Connect, to: str, *, sock: socket.socket) -> None:
+        def accepted() -> _RelaySide:
+            near = _AcceptedSide(
+                lambda: self._connect_out(near, connect, to), lambda: self._sides.discard(near)
+            )
             return near
 
         sock.setblocking(False)
@@ -141,29 +148,27 @@ class Relay:
         else:
             self._servers.append(await loop.create_server(accepted, sock=sock))
 
-    def _onward(self, near: _Half, onward: Callable[[Callable[[], _Half]], Awaitable[None]], to: str) -> None:
-        self._halves.add(near)
+    def _connect_out(self, near: _RelaySide, connect: _Connect, to: str) -> None:
+        self._sides.add(near)
         if near.transport is None:
             return
-        if len(self._halves) > AT_ONCE:
+        if len(self._sides) > MAX_CONNECTIONS:
             self._refused += 1
             near.transport.abort()
             return
-        task = asyncio.get_running_loop().create_task(self._join(near, onward, to))
+        task = asyncio.get_running_loop().create_task(self._join(near, connect, to))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _join(
-        self, near: _Half, onward: Callable[[Callable[[], _Half]], Awaitable[None]], to: str
-    ) -> None:
-        far = _Half(lambda: None)
+    async def _join(self, near: _RelaySide, connect: _Connect, to: str) -> None:
+        far = _RelaySide(lambda: None)
         far.other = near
         try:
             async with asyncio.timeout(CONNECT_S):
-                await onward(lambda: far)
+                await connect(lambda: far)
         except OSError as error:
-            said = f"{to} could not be reached: {type(error).__name__}"
-            self._failed[said] = self._failed.get(said, 0) + 1
+            problem = f"{to} is unreachable: {type(error).__name__}"
+            self._failed[problem] = self._failed.get(problem, 0) + 1
             if near.transport is not None:
                 near.transport.abort()
             return
@@ -180,19 +185,19 @@ class Relay:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for half in list(self._halves):
-            for transport in (half.transport, half.other.transport if half.other else None):
+        for side in list(self._sides):
+            for transport in (side.transport, side.other.transport if side.other else None):
                 if transport is not None:
                     transport.abort()
 
 
-class _Near(_Half):
+class _AcceptedSide(_RelaySide):
     """Accepted side of a connection; opens the other side."""
 
-    def __init__(self, onward: Callable[[], None], ended: Callable[[], None]) -> None:
+    def __init__(self, connect: Callable[[], None], ended: Callable[[], None]) -> None:
         super().__init__(ended)
-        self._onward = onward
+        self._connect_out = connect
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._onward()
+        self._connect_out()

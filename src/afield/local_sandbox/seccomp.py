@@ -73,7 +73,7 @@ X32 = 0x40000000
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER, ARCH, ARGUMENTS = 0, 4, 16
 ALLOW, ERROR, NOTIFY = 0x7FFF0000, 0x00050000, 0x7FC00000
-TOLD = ("connect", "kill")
+REPORTED = ("connect", "kill")
 OPENING = {"open": 1, "openat": 2}  # index of the flags argument
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 SET_FILTER, NEW_LISTENER, WAIT_KILLABLE = 1, 8, 32
@@ -81,16 +81,16 @@ SET_FILTER, NEW_LISTENER, WAIT_KILLABLE = 1, 8, 32
 Step = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
 
 
-def refused() -> dict[int, str]:
+def denied() -> dict[int, str]:
     """Denied system calls of this machine: names by number."""
     machine = os.uname().machine
     return {n: name for name, n in (*_NUMBERS[machine].items(), *_EVERYWHERE.items())}
 
 
-def told() -> dict[int, str]:
+def reported() -> dict[int, str]:
     """Allowed system calls that are first reported to the listener: names by number."""
     special = _SPECIAL[os.uname().machine]
-    return {special[name]: name for name in (*TOLD, *OPENING) if name in special}
+    return {special[name]: name for name in (*REPORTED, *OPENING) if name in special}
 
 
 def supported() -> bool:
@@ -118,8 +118,8 @@ def install(*, listen: bool) -> int:
 
 
 def _program(machine: str, listen: bool) -> list[Step]:
-    special, no_such = _SPECIAL[machine], _answer(ERROR | errno.ENOSYS)
-    no = _answer(NOTIFY if listen else ERROR | errno.EPERM)
+    special, no_such = _SPECIAL[machine], _return(ERROR | errno.ENOSYS)
+    no = _return(NOTIFY if listen else ERROR | errno.EPERM)
     steps = [_load(ARCH), (EQUAL, 1, 0, _ARCH[machine]), no_such, _load(NUMBER)]
     if machine == "x86_64":
         steps += [(AT_LEAST, 0, 1, X32), no_such]
@@ -128,24 +128,24 @@ def _program(machine: str, listen: bool) -> list[Step]:
     for number in (*_NUMBERS[machine].values(), *_EVERYWHERE.values()):
         steps += [(EQUAL, 0, 1, number), no]
     if listen:
-        steps += [step for name in TOLD for step in ((EQUAL, 0, 1, special[name]), no)]
+        steps += [step for name in REPORTED for step in ((EQUAL, 0, 1, special[name]), no)]
         for name, flags in OPENING.items():
             if name in special:
                 steps += _when(special[name], flags, [(ANY_BIT, 0, 1, WRITING), no])
     steps += _when(special["socket"], 0, _sockets())
     steps += _when(
-        special["socketpair"], 0, [(EQUAL, 1, 0, FAMILIES[0]), _answer(ERROR | errno.EAFNOSUPPORT)]
+        special["socketpair"], 0, [(EQUAL, 1, 0, FAMILIES[0]), _return(ERROR | errno.EAFNOSUPPORT)]
     )
     others = ALL_NEW | NEW_CGROUP | NEW_TIME
     steps += _when(special["clone"], 0, [(ANY_BIT, 0, 1, others & ~0xFF), no])
     injecting = [step for request in TERMINAL for step in ((EQUAL, 0, 1, request), no)]
     steps += _when(special["ioctl"], 1, injecting)
-    return [*steps, _answer(ALLOW)]
+    return [*steps, _return(ALLOW)]
 
 
 def _sockets() -> list[Step]:
-    no = _answer(ERROR | errno.EAFNOSUPPORT)
-    netlink = [_load(ARGUMENTS + 8 * 2), (EQUAL, 0, 1, ROUTE), _answer(ALLOW), no]
+    no = _return(ERROR | errno.EAFNOSUPPORT)
+    netlink = [_load(ARGUMENTS + 8 * 2), (EQUAL, 0, 1, ROUTE), _return(ALLOW), no]
     others = [(EQUAL, len(FAMILIES) - n, 0, family) for n, family in enumerate(FAMILIES)]
     return [(EQUAL, 0, len(netlink), NETLINK), *netlink, *others, no]
 
@@ -155,7 +155,7 @@ def _when(number: int, argument: int, then: list[Step]) -> list[Step]:
 
     The call is allowed if `then` falls through.
     """
-    inner = [_load(ARGUMENTS + 8 * argument), *then, _answer(ALLOW)]
+    inner = [_load(ARGUMENTS + 8 * argument), *then, _return(ALLOW)]
     return [(EQUAL, 0, len(inner), number), *inner]
 
 
@@ -163,19 +163,19 @@ def _load(offset: int) -> Step:
     return (LOAD, 0, 0, offset)
 
 
-def _answer(value: int) -> Step:
+def _return(value: int) -> Step:
     return (RETURN, 0, 0, value)
 
 
 RECEIVE, SEND = 0xC0502100, 0xC0182101  # SECCOMP_IOCTL_NOTIF_RECV and _SEND
-ASKED = struct.Struct("QIIiIQ6Q")
-ANSWER = struct.Struct("QqiI")
+NOTIFICATION = struct.Struct("QIIiIQ6Q")
+RESPONSE = struct.Struct("QqiI")
 CONTINUE = 1
 INET, INET6 = 2, 10
-MOST_LINES = 50
+MAX_LINES = 50
 
 
-class Notices:
+class SeccompListener:
     """Answers the filter's notifications and logs denied calls, up to MOST_LINES lines.
 
     `reached` are the allowed addresses; `listens` tells whether a process in the sandbox serves a port.
@@ -184,80 +184,80 @@ class Notices:
     def __init__(
         self,
         fd: int,
-        reached: set[tuple[str, int]],
+        allowed: set[tuple[str, int]],
         listens: Callable[[int], bool],
         write: Callable[[bytes], None],
     ) -> None:
         self.fd = fd
-        self._reached = reached
+        self._allowed = allowed
         self._listens = listens
         self._write = write
         self._lines = 0
-        self._refused = refused()
-        self._told = told()
+        self._denied = denied()
+        self._reported = reported()
 
-    def answer(self) -> bool:
+    def respond(self) -> bool:
         """Answer one notification; returns False if the filter is gone."""
-        asked = bytearray(ASKED.size)
+        notification = bytearray(NOTIFICATION.size)
         try:
-            fcntl.ioctl(self.fd, RECEIVE, asked)
+            fcntl.ioctl(self.fd, RECEIVE, notification)
         except OSError as error:
             # The calling process may have ended.
             return error.errno in (errno.ENOENT, errno.EINTR)
-        caller, pid, _, number, _, _, *arguments = ASKED.unpack(asked)
-        if number in self._told:
-            self._consider(self._told[number], pid, arguments)
-            answer = ANSWER.pack(caller, 0, 0, CONTINUE)
+        caller, pid, _, number, _, _, *arguments = NOTIFICATION.unpack(notification)
+        if number in self._reported:
+            self._log_if_failing(self._reported[number], pid, arguments)
+            respond = RESPONSE.pack(caller, 0, 0, CONTINUE)
         else:
-            self._tell(f"{self._refused.get(number, 'clone or ioctl')} (call {number}) was refused")
-            answer = ANSWER.pack(caller, 0, -errno.EPERM, 0)
+            self._log(f"{self._denied.get(number, 'clone or ioctl')} (call {number}) was denied")
+            respond = RESPONSE.pack(caller, 0, -errno.EPERM, 0)
         try:
-            fcntl.ioctl(self.fd, SEND, answer)
+            fcntl.ioctl(self.fd, SEND, respond)
         except OSError as error:
             return error.errno in (errno.ENOENT, errno.EINPROGRESS)
         return True
 
-    def _consider(self, name: str, pid: int, arguments: list[int]) -> None:
+    def _log_if_failing(self, name: str, pid: int, arguments: list[int]) -> None:
         match name:
             case "connect":
-                self._tell_address(pid, arguments[1], min(arguments[2], 128))
+                self._log_address(pid, arguments[1], min(arguments[2], 128))
             case "kill":
-                self._tell_signal(arguments[0], arguments[1])
+                self._log_signal(arguments[0], arguments[1])
             case "open":
-                self._tell_path(pid, arguments[0])
+                self._log_path(pid, arguments[0])
             case _:
-                self._tell_path(pid, arguments[1])
+                self._log_path(pid, arguments[1])
 
-    def _tell_path(self, pid: int, place: int) -> None:
+    def _log_path(self, pid: int, place: int) -> None:
         path = _memory(pid, place, os.pathconf("/", "PC_PATH_MAX")).partition(b"\0")[0]
         # Relative paths are not resolved.
         if path.startswith(b"/") and _unwritable(Path(os.fsdecode(path))):
-            self._tell(f"{path.decode('utf-8', 'backslashreplace')!r} cannot be written: it is read-only")
+            self._log(f"{path.decode('utf-8', 'backslashreplace')!r} cannot be written: it is read-only")
 
-    def _tell_address(self, pid: int, place: int, size: int) -> None:
+    def _log_address(self, pid: int, place: int, size: int) -> None:
         found = _address(_memory(pid, place, size))
-        if found is None or found in self._reached:
+        if found is None or found in self._allowed:
             return
         host, port = found
         if ipaddress.ip_address(host).is_loopback and self._listens(port):
             return
-        self._tell(f"{host}:{port} cannot be reached from here: it is not allowed")
+        self._log(f"{host}:{port} is not an allowed address")
 
-    def _tell_signal(self, argument: int, number: int) -> None:
+    def _log_signal(self, argument: int, number: int) -> None:
         pid = ctypes.c_int(argument & 0xFFFFFFFF).value
         if pid == 1:
-            self._tell(f"the first process of the cell takes no signal {number & 0xFF}")
+            self._log(f"signal {number & 0xFF} for the init process was ignored")
         elif pid == -1:
-            self._tell(f"signal {number & 0xFF} for all processes reaches those of the cell alone")
+            self._log(f"signal {number & 0xFF} for all processes reaches only those of the sandbox")
         elif pid > 1 and not Path(f"/proc/{pid}").exists():
-            self._tell(f"signal {number & 0xFF} for process {pid}: there is none in the cell")
+            self._log(f"signal {number & 0xFF} for process {pid}: no such process in the sandbox")
 
-    def _tell(self, what: str) -> None:
+    def _log(self, what: str) -> None:
         self._lines += 1
-        if self._lines <= MOST_LINES:
-            self._write(f"[cell] {what}\n".encode())
-        elif self._lines == MOST_LINES + 1:
-            self._write(b"[cell] more refusals are not told\n")
+        if self._lines <= MAX_LINES:
+            self._write(f"[sandbox] {what}\n".encode())
+        elif self._lines == MAX_LINES + 1:
+            self._write(b"[sandbox] further denied calls are not logged\n")
 
 
 def _unwritable(path: Path) -> bool:

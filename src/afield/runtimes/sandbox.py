@@ -80,7 +80,7 @@ class SandboxRuntime:
     @property
     def capabilities(self) -> Capabilities:
         limits = self._options.limits
-        kinds = cgroups.found().kinds
+        kinds = cgroups.find_groups().kinds
         enforced: dict[Limit, bool] = {
             "cpu": limits.cpus is not None and "cpu" in kinds,
             # Without control groups, RLIMIT_AS limits the address space of each process instead.
@@ -109,8 +109,8 @@ class SandboxRuntime:
             for task in self._launches.values():
                 task.cancel()
             for session_id in self._attempts:
-                said = f"{session_id}: the runtime was closed"
-                self._attempts.record_exit(session_id, failed_exit(said, Reason.CANCELLED))
+                message = f"{session_id}: the runtime was closed"
+                self._attempts.record_exit(session_id, failed_exit(message, Reason.CANCELLED))
             if self._opening is not None:
                 await self._close(self._opening)
             await self._group.__aexit__(None, None, None)
@@ -121,9 +121,9 @@ class SandboxRuntime:
 
     async def check(self) -> None:
         """Wait until the fork server has imported the agent; raises UsageError if that fails."""
-        nest = await asyncio.shield(self._opening or self._current())
-        if isinstance(nest, UsageError):
-            raise UsageError(str(nest))
+        server = await asyncio.shield(self._opening or self._current())
+        if isinstance(server, UsageError):
+            raise UsageError(str(server))
 
     async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
         if self._group is None:
@@ -142,11 +142,11 @@ class SandboxRuntime:
     async def stop(self, attempt: Attempt) -> None:
         session_id = attempt.session_id
         self._attempts.record_exit(session_id, failed_exit(f"{session_id} was stopped", Reason.CANCELLED))
-        if cell := self._processes.get(session_id):
-            cell.kill()
+        if process := self._processes.get(session_id):
+            process.kill()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_S):
-                    await cell.ended()
+                    await process.ended()
 
     async def status(self, attempt: Attempt) -> SessionStatus:
         return self._status(attempt.session_id)
@@ -171,14 +171,14 @@ class SandboxRuntime:
                 hidden=(*hidden, *self._hidden),
                 once=True,
             )
-            nest = ForkServer(
+            server = ForkServer(
                 program,
                 options.limits,
                 directory=new_socket_directory(),
                 log_dir=self._log_dir,
                 start_timeout_s=self._timeout_s,
             )
-            return await nest.__aenter__()
+            return await server.__aenter__()
         except (UsageError, OSError) as error:
             return UsageError(f"{self._target} cannot be started: {error}")
 
@@ -187,23 +187,23 @@ class SandboxRuntime:
         if self._opening is None:
             raise RuntimeError("a runtime is used inside 'async with'")
         if self._opening.done():
-            nest = self._opening.result()
-            if isinstance(nest, UsageError):
+            server = self._opening.result()
+            if isinstance(server, UsageError):
                 self._opening = self._task(self._open())
-            elif not nest.alive:
-                self._opening = self._task(self._reopen(nest))
+            elif not server.alive:
+                self._opening = self._task(self._reopen(server))
         return self._opening
 
-    async def _reopen(self, nest: ForkServer) -> ForkServer | UsageError:
-        await nest.__aexit__()
+    async def _reopen(self, server: ForkServer) -> ForkServer | UsageError:
+        await server.__aexit__()
         return await self._open()
 
     async def _close(self, opening: asyncio.Task[ForkServer | UsageError]) -> None:
         if not opening.done():
             opening.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            if isinstance(nest := await opening, ForkServer):
-                await nest.__aexit__()
+            if isinstance(server := await opening, ForkServer):
+                await server.__aexit__()
 
     # --- launching -------------------------------------------------------------------------------
 
@@ -211,12 +211,12 @@ class SandboxRuntime:
         session_id = attempt.session_id
         try:
             reachable = self._allowed_addresses(_invocation(attempt, payload))
-            cell = await self._start(session_id, reachable)
-            await self._post(cell, attempt, payload)
+            process = await self._start(session_id, reachable)
+            await self._post(process, attempt, payload)
         except RolloutFailure as failure:
             self._attempts.record_exit(session_id, Exit(failure.failure))
-            if cell := self._processes.get(session_id):
-                cell.kill()
+            if process := self._processes.get(session_id):
+                process.kill()
             return failure
         return None
 
@@ -224,58 +224,62 @@ class SandboxRuntime:
         urls = [invocation.base_url]
         if invocation.outcome_url is not None:
             if invocation.outcome_url.startswith("file:"):
-                said = f"the outcome of {invocation.session_id} goes to {invocation.outcome_url}"
-                raise TaskFailure(f'{said}, which no sandbox reaches: set deliver = "gateway"', Reason.LAUNCH)
+                message = f"the outcome of {invocation.session_id} goes to {invocation.outcome_url}"
+                raise TaskFailure(
+                    f'{message}, which no sandbox can reach; set deliver = "gateway"', Reason.LAUNCH
+                )
             urls.append(invocation.outcome_url)
         elif not self._allow:
-            said = f"the outcome of {invocation.session_id} goes to the bucket {invocation.s3_bucket}"
+            message = f"the outcome of {invocation.session_id} goes to the bucket {invocation.s3_bucket}"
             raise TaskFailure(
-                f'{said}, which this sandbox does not reach: set deliver = "gateway", or allow its address',
+                f'{message}, which the sandbox cannot reach; set deliver = "gateway", or allow its address',
                 Reason.LAUNCH,
             )
         return [*map(_address_of, urls), *self._allow]
 
     async def _start(self, session_id: str, reachable: list[tuple[str, int]]) -> SandboxProcess:
-        nest = await asyncio.shield(self._current())
-        if isinstance(nest, UsageError):
-            raise InfrastructureFailure(str(nest), Reason.LAUNCH)
+        server = await asyncio.shield(self._current())
+        if isinstance(server, UsageError):
+            raise InfrastructureFailure(str(server), Reason.LAUNCH)
         self._check_not_stopped(session_id)
         try:
-            cell = await nest.start(session_id, allow=reachable)
+            process = await server.start(session_id, allow=reachable)
         except UsageError as error:
             raise TaskFailure(str(error), Reason.LAUNCH) from error
-        self._processes[session_id] = cell
-        self._task(self._watch(session_id, cell))
+        self._processes[session_id] = process
+        self._task(self._watch(session_id, process))
         self._check_not_stopped(session_id)
-        return cell
+        return process
 
     def _check_not_stopped(self, session_id: str) -> None:
         if not self._attempts.is_running(session_id):
             raise InfrastructureFailure(f"{session_id} was stopped before it started", Reason.CANCELLED)
 
-    async def _post(self, cell: SandboxProcess, attempt: Attempt, payload: dict[str, Any]) -> None:
+    async def _post(self, process: SandboxProcess, attempt: Attempt, payload: dict[str, Any]) -> None:
         try:
-            connector = aiohttp.UnixConnector(path=str(cell.socket), force_close=True)
+            connector = aiohttp.UnixConnector(path=str(process.socket), force_close=True)
             async with aiohttp.ClientSession(connector=connector) as http:
-                await invocations.post(http, "http://cell", attempt, payload)
+                await invocations.post(http, "http://sandbox", attempt, payload)
         except RateLimited as error:
             raise InfrastructureFailure(str(error), Reason.LAUNCH) from error
         except (aiohttp.ClientError, OSError) as error:
-            said = f"the sandbox of {attempt.session_id} did not take its payload"
+            message = f"the sandbox of {attempt.session_id} did not take its payload"
             try:
                 async with asyncio.timeout(EXIT_NOTICE_S):
-                    ended = await cell.ended()
+                    ended = await process.ended()
             except TimeoutError:
-                raise InfrastructureFailure(f"{said}: {error!r}; {_tail(cell)}", Reason.LAUNCH) from error
-            raise InfrastructureFailure(f"{said}: it died: {_describe(ended)}", Reason.DIED) from error
+                raise InfrastructureFailure(
+                    f"{message}: {error!r}; {_tail(process)}", Reason.LAUNCH
+                ) from error
+            raise InfrastructureFailure(f"{message}: it died: {_describe(ended)}", Reason.DIED) from error
 
-    async def _watch(self, session_id: str, cell: SandboxProcess) -> None:
-        ended = await cell.ended()
+    async def _watch(self, session_id: str, process: SandboxProcess) -> None:
+        ended = await process.ended()
         if ended.clean and not ended.oom:
-            end = Exit(log=ended.said)
+            end = Exit(log=ended.log)
         else:
-            said = f"the sandbox of {session_id} (pid {cell.pid}) died: {_describe(ended)}"
-            end = failed_exit(said, Reason.DIED, ended.said)
+            message = f"the sandbox of {session_id} (pid {process.pid}) died: {_describe(ended)}"
+            end = failed_exit(message, Reason.DIED, ended.log)
         # A failing launch records a more specific failure than this exit.
         if task := self._launches.get(session_id):
             await asyncio.wait([task])
@@ -285,8 +289,10 @@ class SandboxRuntime:
     # --- helpers ---------------------------------------------------------------------------------
 
     def _status(self, session_id: str) -> SessionStatus:
-        cell = self._processes.get(session_id)
-        return self._attempts.status(session_id, f"pid {cell.pid}" if cell else "", starting=cell is None)
+        process = self._processes.get(session_id)
+        return self._attempts.status(
+            session_id, f"pid {process.pid}" if process else "", starting=process is None
+        )
 
     def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         if self._group is None:
@@ -326,8 +332,8 @@ def _address_of(url: str) -> tuple[str, int]:
 
 
 def _describe(ended: ProcessExit) -> str:
-    return f"{ended}; its log ends: {ended.said or '(empty)'}"
+    return f"{ended}; its log ends: {ended.log or '(empty)'}"
 
 
-def _tail(cell: SandboxProcess) -> str:
-    return f"its log is {cell.log}"
+def _tail(process: SandboxProcess) -> str:
+    return f"its log is {process.log}"

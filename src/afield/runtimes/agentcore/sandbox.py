@@ -21,7 +21,7 @@ from uuid import uuid4
 from msgspec.structs import replace
 
 from afield.errors import AfieldError, InfrastructureFailure, NotFound, RateLimited, UsageError
-from afield.interfaces.sandbox import ExecResult, build_argv, check_path, file_too_large
+from afield.interfaces.sandbox import ExecResult, OutputBuffer, build_argv, check_path, file_too_large
 from afield.runtimes.agentcore.api import (
     AgentCoreApi,
     AgentCoreNoAnswer,
@@ -30,7 +30,6 @@ from afield.runtimes.agentcore.api import (
     translate_errors,
 )
 from afield.runtimes.agentcore.deploy import deploy
-from afield.runtimes.docker.sandbox import OutputBuffer
 from afield.settings.runtimes import AgentCoreOptions
 from afield.types import Reason
 

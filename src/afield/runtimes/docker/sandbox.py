@@ -24,7 +24,14 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from afield.errors import AfieldError, InfrastructureFailure, NotFound
-from afield.interfaces.sandbox import MAX_DOWNLOAD_BYTES, ExecResult, build_argv, check_path, file_too_large
+from afield.interfaces.sandbox import (
+    MAX_DOWNLOAD_BYTES,
+    ExecResult,
+    OutputBuffer,
+    build_argv,
+    check_path,
+    file_too_large,
+)
 from afield.runtimes.docker.engine import (
     DockerEngine,
     EngineRefused,
@@ -76,42 +83,6 @@ mkdir -p -- "$(dirname -- "$1")" && cat > "$1"
 """
 READ = '[ -f "$1" ] || exit 44; cat -- "$1"'
 NO_FILE = 44
-
-
-class OutputBuffer:
-    """Output buffer of bounded size: keeps the first and the last part of a stream."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._head = bytearray()
-        self._tail = bytearray()
-        self.omitted = 0
-
-    def add(self, data: bytes) -> None:
-        room = self._limit // 2 - len(self._head)
-        if room > 0:
-            self._head += data[:room]
-            data = data[room:]
-        self._tail += data
-        if len(self._tail) > self._limit:
-            self._trim()
-
-    def _trim(self) -> None:
-        over = len(self._tail) - (self._limit - self._limit // 2)
-        if over > 0:
-            self.omitted += over
-            del self._tail[:over]
-
-    @property
-    def bytes(self) -> bytes:
-        self._trim()
-        return bytes(self._head + self._tail)
-
-    @property
-    def text(self) -> str:
-        self._trim()
-        between = f"\n... {self.omitted} bytes left out ...\n".encode() if self.omitted else b""
-        return (bytes(self._head) + between + bytes(self._tail)).decode("utf-8", "replace")
 
 
 class CompleteOutput(OutputBuffer):

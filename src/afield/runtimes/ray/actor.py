@@ -114,7 +114,7 @@ class ForkServerActor:
         session = self._sessions.get(session_id)
         if session is None:
             if self._gone or self._writer is None:
-                return SessionExited(session_id, self._gone or "its nest has not started")
+                return SessionExited(session_id, self._gone or "its fork server has not started")
             session = self._sessions[session_id] = _ActorSession()
             self._order(StartSession(session_id, Raw(payload)))
         await asyncio.wait({session.taken, session.ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -208,7 +208,7 @@ class ForkServerActor:
         code = await process.wait()
         killed = -code if code < 0 else code - 128
         died = f"signal {killed}" if killed > 0 else f"exit code {code}"
-        self._gone = f"the process that starts sessions ended with {died}; its log ends: {self._own_tail()}"
+        self._gone = f"the fork server ended with {died}; its log ends: {self._own_tail()}"
         for session_id in list(self._sessions):
             self._on_event(SessionExited(session_id, self._gone))
         self._on_event(AgentLoaded(self._gone))

@@ -49,7 +49,7 @@ from afield.sdk.serve import load
 from afield.types import Failure, FailureKind, Reason
 
 WATCH_S = 0.1
-MOST_SAID = 1024 * 1024
+MAX_ANSWER_BYTES = 1024 * 1024
 _orders = msgspec.json.Decoder(Order)
 
 
@@ -63,7 +63,7 @@ class ForkedSession:
         self.answers: int | None = answers
         self.log = log
         self.log_fd = log_fd
-        self.said = b""
+        self.answer_line = b""
         self.taken = False
         self.died = ""
 
@@ -86,16 +86,18 @@ class ForkedSession:
 class RayForkServer:
     """Single-threaded server, since a process with several threads cannot be forked safely."""
 
-    def __init__(self, runner: Runner, nest: socket.socket, memory_mb: int | None, log_dir: str) -> None:
+    def __init__(
+        self, runner: Runner, actor_socket: socket.socket, memory_mb: int | None, log_dir: str
+    ) -> None:
         self._runner = runner
         self._pid = os.getpid()
-        self._actor_socket = nest
+        self._actor_socket = actor_socket
         self._memory_mb = memory_mb
         self._log_dir = log_dir
         self._sessions: dict[str, ForkedSession] = {}
         self._initial_children = set(children(os.getpid()))  # started by the agent's module
         self._poll = select.poll()
-        self._poll.register(nest, select.POLLIN)
+        self._poll.register(actor_socket, select.POLLIN)
         self._handlers: dict[int, Callable[[], None]] = {}
         self._buffer = b""
         self._over = False
@@ -107,12 +109,12 @@ class RayForkServer:
             for fd, _ in self._poll.poll(timeout_ms):
                 if fd == self._actor_socket.fileno():
                     self._read_commands()
-                elif heard := self._handlers.get(fd):
-                    heard()
+                elif handler := self._handlers.get(fd):
+                    handler()
             if self._memory_mb:
                 self._watch(self._memory_mb)
         for session in self._sessions.values():
-            session.kill("its nest is gone")
+            session.kill("its actor is gone")
         self._sessions.clear()
         self._kill_leftovers()
 
@@ -168,20 +170,20 @@ class RayForkServer:
     def _answered(self, session: ForkedSession, answers: int) -> None:
         """Read the session's one-line answer to its payload."""
         data = os.read(answers, 65536)
-        session.said += data
+        session.answer_line += data
         if not data:
             self._forget_fd(answers)
             session.answers = None
             os.close(answers)
-        line, end, _ = session.said.partition(b"\n")
+        line, end, _ = session.answer_line.partition(b"\n")
         if session.taken:
-            session.said = b""  # ignore further output of the agent
-        elif end or len(session.said) > MOST_SAID:
+            session.answer_line = b""  # ignore further output of the agent
+        elif end or len(session.answer_line) > MAX_ANSWER_BYTES:
             session.taken = True
             try:
                 taken = msgspec.json.decode(line, type=SessionAccepted)
             except msgspec.MsgspecError:  # an agent can write to its parent's files
-                session.kill("it wrote into what is between its process and the one that started it")
+                session.kill("it wrote to the pipe of its parent process")
                 return
             taken = msgspec.structs.replace(taken, session_id=session.id)
             self._say(msgspec.structs.replace(taken, pid=session.pid, log=session.log))
@@ -206,11 +208,11 @@ class RayForkServer:
         for session in self._sessions.values():
             used_mb = resident_mb(session.pid)
             if used_mb > most_mb and not session.died:
-                session.kill(f"it was out of memory: it used {used_mb} MB of {most_mb}; raise memory_mb")
+                session.kill(f"it ran out of memory: it used {used_mb} MB of {most_mb} MB; raise memory_mb")
 
-    def _on_readable(self, fd: int, heard: Callable[[], None]) -> None:
+    def _on_readable(self, fd: int, handler: Callable[[], None]) -> None:
         self._poll.register(fd, select.POLLIN)
-        self._handlers[fd] = heard
+        self._handlers[fd] = handler
 
     def _forget_fd(self, fd: int) -> None:
         self._poll.unregister(fd)
@@ -284,25 +286,27 @@ def _died(code: int) -> str:
         return f"it ended with exit code {code}"
     name = signal.strsignal(-code)
     if code == -signal.SIGKILL:
-        return f"it was killed (signal 9, {name}), which the kernel does when memory runs out"
+        return f"it was killed (signal 9, {name}), as the kernel does when memory runs out"
     return f"it died with signal {-code} ({name})"
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m afield.runtimes.ray.fork_server")
     parser.add_argument("target", help="path/to/file.py:name or package.module:name")
-    parser.add_argument("fd", type=int, help="descriptor of the socket to the nest")
-    parser.add_argument("--memory-mb", type=int, help="most that one session may have resident")
-    parser.add_argument("--log-dir", default="", help="where sessions' logs are kept; nowhere if empty")
+    parser.add_argument("fd", type=int, help="descriptor of the socket to the actor")
+    parser.add_argument("--memory-mb", type=int, help="maximum resident memory of a session, in MB")
+    parser.add_argument(
+        "--log-dir", default="", help="directory for session logs; empty keeps them in unnamed files"
+    )
     options = parser.parse_args(argv)
     if parent := _guarded():
         os.close(options.fd)
         return _guard(parent)
     logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("afield").setLevel(logging.INFO)
-    with socket.socket(fileno=options.fd) as nest:
+    with socket.socket(fileno=options.fd) as actor_socket:
         os.set_inheritable(options.fd, False)
-        return _serve(nest, options.target, options.memory_mb, options.log_dir)
+        return _serve(actor_socket, options.target, options.memory_mb, options.log_dir)
 
 
 def _guarded() -> int:
@@ -324,11 +328,11 @@ def _guard(parent: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _serve(nest: socket.socket, target: str, memory_mb: int | None, log_dir: str) -> int:
+def _serve(actor_socket: socket.socket, target: str, memory_mb: int | None, log_dir: str) -> int:
     try:
         runner = load(target).runner
     except UsageError as error:
-        say(nest, AgentLoaded(str(error)))
+        say(actor_socket, AgentLoaded(str(error)))
         return 2
     assert runner is not None, "load refuses an app without an entrypoint"
     if log_dir:
@@ -337,8 +341,8 @@ def _serve(nest: socket.socket, target: str, memory_mb: int | None, log_dir: str
     adopt_orphans()
     gc.freeze()
     extra = (thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
-    say(nest, AgentLoaded(threads=tuple(extra)))
-    RayForkServer(runner, nest, memory_mb, log_dir).run()
+    say(actor_socket, AgentLoaded(threads=tuple(extra)))
+    RayForkServer(runner, actor_socket, memory_mb, log_dir).run()
     return 0
 
 

@@ -148,7 +148,7 @@ def _describe(error: BaseException) -> str:
     text = " ".join(str(error).split())
     short = text if len(text) <= MESSAGE_CHARS else f"{text[:MESSAGE_CHARS]} ..."
     if "memory pressure" in text or "OOM" in text or "out of memory" in text.lower():
-        return f"Ray or the kernel ended it for want of memory: {short}"
+        return f"Ray or the kernel killed it for lack of memory: {short}"
     if "node has died" in text or "node_death" in text or "NodeDied" in type(error).__name__:
         return f"its node died: {short}"
     return f"{type(error).__name__}: {short}"
@@ -246,7 +246,7 @@ class ActorPool:
             if place.problem:
                 raise UsageError(f"{self._settings.target} cannot be started: {place.problem}")
         if not any(place.ready for place in places):
-            log.warning("Ray has had no room for an agent in %g s; rollouts will wait", CHECK_S)
+            log.warning("no Ray actor started within %g s; rollouts wait for free resources", CHECK_S)
 
     async def acquire_slot(self, session_id: str) -> PooledActor:
         """Wait for a slot in the actor with the most free ones."""
@@ -262,12 +262,14 @@ class ActorPool:
                     if able:
                         return self._enter(max(able, key=lambda place: place.free_slots), session_id)
                     if self._failed_starts > failed_starts and not any(place.ready for place in self._actors):
-                        raise InfrastructureFailure(f"no nest for the agent: {self._problem}", Reason.LAUNCH)
+                        raise InfrastructureFailure(
+                            f"no actor could load the agent: {self._problem}", Reason.LAUNCH
+                        )
                     self._ask_for_more()
                     await self._change()
         except TimeoutError as error:
-            said = f"Ray has no room for {session_id}; {len(self._actor_of)} sessions have what there is"
-            raise RateLimited(said) from error
+            held = f"{len(self._actor_of)} sessions hold all slots"
+            raise RateLimited(f"{session_id} waited {SLOT_TIMEOUT_S:g} s for a Ray slot; {held}") from error
         finally:
             self._waiting -= 1
 
@@ -323,7 +325,7 @@ class ActorPool:
             if not place.ready:
                 self._record_failed_start(place.problem)
             for session_id in list(place.sessions):
-                self._lost(session_id, f"nest {place.name} ({place.where}) is gone: {error}")
+                self._lost(session_id, f"actor {place.name} ({place.where}) is gone: {error}")
                 self.leave(session_id)
         finally:
             place.ready = False

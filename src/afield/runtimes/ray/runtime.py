@@ -202,7 +202,7 @@ class RayRuntime:
         except WireError as error:
             raise TaskFailure(f"the payload of {session_id} {error}", Reason.LAUNCH) from error
         except ActorLost as error:
-            said = f"nest {handle.name} is gone, and {session_id} with it: {error}"
+            said = f"actor {handle.name} is gone, and {session_id} with it: {error}"
             raise InfrastructureFailure(said, Reason.DIED) from error
         if isinstance(answer, SessionExited):
             await self._save_log(answer)
@@ -225,9 +225,11 @@ class RayRuntime:
 
     async def _until_end(self, handle: ActorHandle, session_id: str) -> None:
         try:
-            ended = await handle.ask("ended", session_id) or SessionExited(session_id, "its nest forgot it")
+            ended = await handle.ask("ended", session_id) or SessionExited(
+                session_id, "its actor has no record of it"
+            )
         except ActorLost as error:
-            self._fail(session_id, f"nest {handle.name} is gone: {error}")
+            self._fail(session_id, f"actor {handle.name} is gone: {error}")
         else:
             await self._save_log(ended)
             shown = ended.log[-TAIL_CHARS:]
