@@ -13,7 +13,7 @@ import pytest
 
 from support.gateways import POLICY
 from support.processes import command, write_tasks
-from support.sandboxes import arguments_of_all
+from support.sandboxes import all_command_lines
 
 KEY = "-".join(("afa", "told", "to", "nobody", "else"))
 
@@ -36,7 +36,7 @@ def test_the_admin_key_of_a_gateway_is_not_to_be_seen_in_proc(given: str, tmp_pa
     with subprocess.Popen(command(*words), env=env, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         assert json.loads(process.stdout.readline())["admin_key"] == KEY
-        assert not [line for line in arguments_of_all() if KEY.encode() in line]
+        assert not [line for line in all_command_lines() if KEY.encode() in line]
         assert KEY.encode() not in Path(f"/proc/{process.pid}/environ").read_bytes()
         process.terminate()
 
