@@ -227,14 +227,14 @@ async def test_a_conversation_with_images_is_recorded_and_rescored_exactly(
     assert [one.data for one in record.images if one.digest == image(WIDE).digest] == [WIDE]
     assert max(len(row.images) for row in record.trajectories) == 4
     # A trainer elsewhere gets what was kept, pixels and all.
-    spool = RolloutStore(tmp_path / "spool")
-    spool.put(finished(record))
+    rollout_store = RolloutStore(tmp_path / "rollout_store")
+    rollout_store.put(finished(record))
     trainer = GRPO(model, lr=1e-3)
-    assert apart(trainer, [group(spool.get("r"))]) < 1e-4
+    assert apart(trainer, [group(rollout_store.get("r"))]) < 1e-4
     # Other pixels are another distribution: the comparison above can fail.
     swapped = {image(RED).digest: BLUE, image(BLUE).digest: RED}
     images = tuple(structs.replace(one, data=swapped.get(one.digest, one.data)) for one in record.images)
-    assert apart(GRPO(model, lr=1e-3), [group(structs.replace(spool.get("r"), images=images))]) > 1e-2
+    assert apart(GRPO(model, lr=1e-3), [group(structs.replace(rollout_store.get("r"), images=images))]) > 1e-2
 
 
 async def test_a_constrained_reply_about_an_image_is_rescored_under_its_constraint(

@@ -78,7 +78,7 @@ def audit(deployment: Deployment, whole: bool, left: Leftovers) -> dict[str, Any
         "attempts": len(decided),
         "fenced": dict(Counter(_kind_of(d.fenced) for d in decided.values() if d.fenced).most_common(8)),
         "late": sum(1 for _ in (deployment.commits.parent / "late").glob("*.json")),
-        "spool": sum(1 for _ in (deployment.run / "spool").glob("*")),
+        "rollout_store": sum(1 for _ in (deployment.run / "rollout_store").glob("*")),
         "max_staleness": max(staleness, default=None),
         **selection(trained, decided, dead, deployment.directory / "notes"),
         "crashes": [crash for part in deployment.parts for crash in part.crashes],

@@ -137,14 +137,14 @@ async def launch(args: argparse.Namespace, place: Path, gateway_url: str, acr_ur
         runtime,
     ):
         await runtime.check()
-        with RunState(place / "ledger.sqlite") as ledger:
+        with RunState(place / "run_state.sqlite") as run_state:
             conductor = RolloutRunner(
                 plan,
                 gateway=gateway,
                 runtime=runtime,
                 transport=transport,
-                run_state=ledger,
-                rollout_store=RolloutStore(place / "spool"),
+                run_state=run_state,
+                rollout_store=RolloutStore(place / "rollout_store"),
                 observer=Quiet(),
                 limiter=LocalLimiter(pace),
             )

@@ -117,7 +117,7 @@ def files(targets: Targets, attack: Any) -> None:
         raise SystemExit("there is no run to attack: let an agent run first (without --only user)")
     for name, part in (
         ("read_a_runs_configuration", "run.json"),
-        ("read_a_runs_ledger", "ledger.sqlite"),
+        ("read_a_runs_ledger", "run_state.sqlite"),
         ("read_a_runs_roster", "sessions.sqlite"),
         ("read_a_runs_outcomes", "outcomes"),
         ("read_a_runs_rollouts", "rollouts"),

@@ -119,7 +119,7 @@ class AgentRuntimes(Struct, frozen=True):
     """Runtime of the agents."""
     verifiers: Runtime | None
     """Separate runtime of the verifiers; None if agents grade themselves."""
-    carrier: Transport
+    transport: Transport
     """Transport of outcomes."""
 
     @property
@@ -143,50 +143,50 @@ class RunBuilder:
         self.run_state = stack.enter_context(RunState(run.run_state, durable=run.durable))
         self.rollout_store = RolloutStore(run.rollout_store, durable=run.durable)
 
-    async def conductor(
-        self, gateway: Gateway, places: AgentRuntimes, observer: RolloutObserver
+    async def rollout_runner(
+        self, gateway: Gateway, runtimes: AgentRuntimes, observer: RolloutObserver
     ) -> RolloutRunner:
         limiter = factory.limiter(self.config)
         if isinstance(limiter, SharedLimiter):
             self.stack.callback(limiter.close)
             limiter.check()
-        conductor = RolloutRunner(
+        rollout_runner = RolloutRunner(
             self.rollout_config,
             gateway=gateway,
-            runtime=places.agents,
-            transport=places.carrier,
+            runtime=runtimes.agents,
+            transport=runtimes.transport,
             run_state=self.run_state,
             rollout_store=self.rollout_store,
             observer=observer,
             limiter=limiter,
-            verifiers=places.verifiers,
+            verifiers=runtimes.verifiers,
         )
-        return await self.stack.enter_async_context(conductor)
+        return await self.stack.enter_async_context(rollout_runner)
 
-    async def gatherer(
-        self, gateway: Gateway, places: AgentRuntimes, observer: RolloutObserver, val: Sequence[Task]
+    async def group_scheduler(
+        self, gateway: Gateway, runtimes: AgentRuntimes, observer: RolloutObserver, val: Sequence[Task]
     ) -> GroupScheduler:
-        conductor = await self.conductor(gateway, places, observer)
+        rollout_runner = await self.rollout_runner(gateway, runtimes, observer)
         return GroupScheduler(
             self.window,
             self.schedule,
-            group_runner=GroupRunner(self.rollout_config, conductor, self.rollout_store),
+            group_runner=GroupRunner(self.rollout_config, rollout_runner, self.rollout_store),
             run_state=self.run_state,
             rollout_store=self.rollout_store,
             validation=validation(self.config, self.run, val),
         )
 
-    async def gather(self, gatherer: GroupScheduler, gateway: Gateway, carrier: Transport) -> None:
+    async def collect(self, scheduler: GroupScheduler, gateway: Gateway, transport: Transport) -> None:
         await wait_for_own_weights(self.run_state, gateway, frozen=self.config.freeze_weights)
-        await gatherer.run()
+        await scheduler.run()
         try:
             async with asyncio.timeout(self.rollout_config.call_timeout_s):
-                self.run_state.late_outcomes = len(await carrier.late(self.rollout_config.exp_id))
+                self.run_state.late_outcomes = len(await transport.late(self.rollout_config.exp_id))
         except (AfieldError, OSError, RuntimeError) as error:
             # Collection is complete, so the training loop can continue.
-            log.warning("outcomes that came late were not counted: %s", describe_error(error))
+            log.warning("late outcomes not counted: %s", describe_error(error))
 
-    def learner(
+    def training_loop(
         self, gateway: Gateway, trainer: Trainer, on_step: Callable[[StepMetrics], None], engine_dtype: str
     ) -> TrainingLoop:
         return TrainingLoop(
@@ -218,19 +218,21 @@ async def training(
     async with AsyncExitStack() as stack:
         parts = RunBuilder(config, run, tasks, stack)
         # Slow components start concurrently; agents end before the gateway does.
-        places = child = None
+        runtimes = child = None
         if not config.gateway:
             child = await stack.enter_async_context(gateway_child(config, run))
         if role is not RunRole.LEARN:
-            carrier = await stack.enter_async_context(factory.transport(config, run))
-            places = AgentRuntimes(
-                factory.runtime(config, run, carrier), factory.verifier_runtime(config, run, carrier), carrier
+            transport = await stack.enter_async_context(factory.transport(config, run))
+            runtimes = AgentRuntimes(
+                factory.runtime(config, run, transport),
+                factory.verifier_runtime(config, run, transport),
+                transport,
             )
-            for place in places.all:
-                await stack.enter_async_context(place)
+            for runtime in runtimes.all:
+                await stack.enter_async_context(runtime)
         # Checks of the runtimes fail early, before the gateway is ready. The trainer loads after them,
         # because a thread that loads a model cannot be stopped.
-        checks = [asyncio.create_task(place.check()) for place in places.all] if places else []
+        checks = [asyncio.create_task(runtime.check()) for runtime in runtimes.all] if runtimes else []
         learning = asyncio.create_task(_trainer(config, checks)) if role is not RunRole.COLLECT else None
         stack.push_async_callback(_settle, *checks, *([learning] if learning else []))
         gateway = await stack.enter_async_context(
@@ -238,31 +240,31 @@ async def training(
         )
         if config.gateway:
             await check_gateway(config, run, admin_key)
-        halves: list[Callable[[], Coroutine[None, None, None]]] = []
-        if places:
-            gatherer = await parts.gatherer(gateway, places, observer, val_tasks)
-            halves.append(lambda: parts.gather(gatherer, gateway, places.carrier))
+        loops: list[Callable[[], Coroutine[None, None, None]]] = []
+        if runtimes:
+            scheduler = await parts.group_scheduler(gateway, runtimes, observer, val_tasks)
+            loops.append(lambda: parts.collect(scheduler, gateway, runtimes.transport))
         if learning:
             trainer = await learning
             warn_context_mismatch(config, await gateway.context(), trainer.context)
             dtype = "float32"
             if isinstance(trainer, Publisher):
-                told = await gateway.engine_dtype()
-                dtype = factory.published_dtype(config.engine_dtype, told, Path(config.model))
-            halves.append(parts.learner(gateway, trainer, on_step, dtype).run)
-        yield TrainingRun(halves, child)
+                served_dtype = await gateway.engine_dtype()
+                dtype = factory.published_dtype(config.engine_dtype, served_dtype, Path(config.model))
+            loops.append(parts.training_loop(gateway, trainer, on_step, dtype).run)
+        yield TrainingRun(loops, child)
 
 
 async def run_with_checks(wanted: Coroutine[None, None, T], *checks: Coroutine[None, None, None]) -> T:
     """Return the result of `wanted`; raises the first error of it or of a check."""
     try:
         async with asyncio.TaskGroup() as group:
-            made = group.create_task(wanted)
+            task = group.create_task(wanted)
             for check in checks:
                 group.create_task(check)
     except BaseExceptionGroup as errors:
         raise root_cause(errors) from errors
-    return made.result()
+    return task.result()
 
 
 async def connect_gateway(config: TrainConfig, child: GatewayChild | None, admin_key: str | None) -> Any:
@@ -352,9 +354,9 @@ class TrainingRun:
     """Started training run. Ends when collector and training loop are done, or when its gateway dies."""
 
     def __init__(
-        self, halves: Sequence[Callable[[], Coroutine[None, None, None]]], child: GatewayChild | None
+        self, loops: Sequence[Callable[[], Coroutine[None, None, None]]], child: GatewayChild | None
     ) -> None:
-        self._halves = halves
+        self._loops = loops
         self._child = child
 
     async def run(self) -> None:
@@ -362,8 +364,8 @@ class TrainingRun:
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(self._watch())
                 async with asyncio.TaskGroup() as working:
-                    for half in self._halves:
-                        working.create_task(half())
+                    for loop in self._loops:
+                        working.create_task(loop())
                 watching.cancel()
         except BaseExceptionGroup as errors:
             raise root_cause(errors) from errors

@@ -19,9 +19,9 @@ from afield.exclusions import check_reason
 from afield.turn_tree import TurnTree
 from afield.types import Exclusion, ImageSpan, Trajectory, Turn, TurnRange, TurnStatus, VersionSpan
 
-Withheld = Mapping[str, str]
+ExclusionReasons = Mapping[str, str]
 """Reasons of excluded turns, by turn id."""
-NOTHING: Withheld = {}
+NOTHING: ExclusionReasons = {}
 
 
 class Assembled(Struct, frozen=True):
@@ -33,46 +33,46 @@ class Assembled(Struct, frozen=True):
     """Sampled turns that are in no sequence's loss."""
 
 
-def why_excluded(turn: Turn, withheld: Withheld) -> str | None:
+def why_excluded(turn: Turn, excluded: ExclusionReasons) -> str | None:
     """Return the reason why a turn is not trained; None if it is trained."""
     if turn.status is not TurnStatus.COMMITTED:
         return str(turn.status)
-    return withheld.get(turn.id)
+    return excluded.get(turn.id)
 
 
-def exclusions(forest: TurnTree, withheld: Withheld = NOTHING) -> tuple[Exclusion, ...]:
+def exclusions(tree: TurnTree, excluded: ExclusionReasons = NOTHING) -> tuple[Exclusion, ...]:
     """Turns that are not trained, with their reasons."""
-    reasons = ((turn, why_excluded(turn, withheld)) for turn in forest.turns)
+    reasons = ((turn, why_excluded(turn, excluded)) for turn in tree.turns)
     return tuple(
         Exclusion(turn.id, len(turn.token_ids), check_reason(reason)) for turn, reason in reasons if reason
     )
 
 
-def linear(forest: TurnTree, withheld: Withheld = NOTHING) -> Assembled:
+def linear(tree: TurnTree, excluded: ExclusionReasons = NOTHING) -> Assembled:
     """Assemble one sequence per path from a root to a last trained turn."""
-    trained = [turn for turn in forest.turns if turn.token_ids and not why_excluded(turn, withheld)]
+    trained = [turn for turn in tree.turns if turn.token_ids and not why_excluded(turn, excluded)]
     inner: set[str] = set()
     for turn in trained:
         above = turn.parent
         while above is not None and above not in inner:
             inner.add(above)
-            above = forest[above].parent
+            above = tree[above].parent
     left = {turn.id for turn in trained}
     rows: list[tuple[list[Turn], set[str]]] = []
     for turn in trained:
         if turn.id not in inner:
-            path = forest.path(turn.id)
+            path = tree.path(turn.id)
             mine = {step.id for step in path} & left
             rows.append((path, mine))
             left -= mine
-    return _assemble(rows, exclusions(forest, withheld))
+    return _assemble(rows, exclusions(tree, excluded))
 
 
-def per_turn(forest: TurnTree, withheld: Withheld = NOTHING) -> Assembled:
+def per_turn(tree: TurnTree, excluded: ExclusionReasons = NOTHING) -> Assembled:
     """Assemble one sequence per trained turn, with its whole prompt as context."""
-    trained = [turn for turn in forest.turns if turn.token_ids and not why_excluded(turn, withheld)]
-    rows = [(forest.path(turn.id), {turn.id}) for turn in trained]
-    return _assemble(rows, exclusions(forest, withheld))
+    trained = [turn for turn in tree.turns if turn.token_ids and not why_excluded(turn, excluded)]
+    rows = [(tree.path(turn.id), {turn.id}) for turn in trained]
+    return _assemble(rows, exclusions(tree, excluded))
 
 
 def _assemble(rows: list[tuple[list[Turn], set[str]]], excluded: tuple[Exclusion, ...]) -> Assembled:
@@ -121,12 +121,12 @@ def _row(path: list[Turn], mine: set[str], total: int) -> Trajectory:
     )
 
 
-def tree(forest: TurnTree, withheld: Withheld = NOTHING) -> list[dict[str, Any]]:
+def tree(tree: TurnTree, excluded: ExclusionReasons = NOTHING) -> list[dict[str, Any]]:
     """One node per turn, with the token ids that it adds to its parent's; offsets count from its first id."""
     nodes: list[dict[str, Any]] = []
-    for turn in forest.turns:
+    for turn in tree.turns:
         before = len(turn.delta_ids)
-        own = why_excluded(turn, withheld) is None
+        own = why_excluded(turn, excluded) is None
         nodes.append(
             {
                 "id": turn.id,

@@ -23,13 +23,13 @@ from afield.transports.stores.memory import MemoryTransport
 from afield.types import Attempt, FailureKind, Reason
 from afield.wire import OutcomeRecord
 from support.gateways import running
-from support.in_process_collection import YES, Bench, ask_model, bench, good, waiting
+from support.in_process_collection import YES, Collection, ask_model, collection, good, waiting
 
 pytestmark = pytest.mark.anyio
 
 
 async def test_groups_come_complete_with_rewards_and_trajectories(tmp_path: Path) -> None:
-    async with bench(tmp_path, good) as b:
+    async with collection(tmp_path, good) as b:
         groups = await b.collect(tasks=3, rollouts=4)
     assert [g.task_id for g in groups] == ["t0", "t1", "t2"]
     for i, group in enumerate(groups):
@@ -53,7 +53,7 @@ async def test_failures_are_retried_by_class_within_their_budget(
     async def agent(task: dict[str, Any], rollout: Context) -> float:
         raise error
 
-    async with bench(tmp_path, agent) as b:
+    async with collection(tmp_path, agent) as b:
         (group,) = await b.collect(rollouts=1)
     (finished,) = group.finished
     assert finished.outcome.failure and finished.outcome.failure.kind is kind
@@ -73,7 +73,7 @@ async def test_a_retry_has_a_fresh_session_and_only_it_counts(tmp_path: Path) ->
             raise RuntimeError("not yet")
         return 1.0
 
-    async with bench(tmp_path, agent) as b:
+    async with collection(tmp_path, agent) as b:
         (group,) = await b.collect()
         for finished in group.finished:
             assert finished.outcome.session_id.endswith(".2")
@@ -88,7 +88,7 @@ async def test_bad_results_are_the_verifiers_failure(tmp_path: Path) -> None:
     async def agent(task: dict[str, Any]) -> Any:
         return results[task["n"]]
 
-    async with bench(tmp_path, agent) as b:
+    async with collection(tmp_path, agent) as b:
         groups = await b.collect(tasks=3, rollouts=1, retries={})
     failures = [g.finished[0].outcome.failure for g in groups]
     assert [f.kind for f in failures if f] == [FailureKind.VERIFIER] * 3
@@ -101,7 +101,7 @@ async def test_an_agent_that_never_returns_is_cut_at_its_deadline(tmp_path: Path
         await asyncio.sleep(3600)
         return 1.0
 
-    async with bench(tmp_path, agent) as b:
+    async with collection(tmp_path, agent) as b:
         (group,) = await b.collect(attempt_timeout_s=0.3, retries={})
     for finished in group.finished:
         failure = finished.outcome.failure
@@ -115,7 +115,7 @@ async def test_looping_with_the_model_until_the_deadline_is_the_policys_failure(
             await ask_model(rollout)
             await asyncio.sleep(0.05)
 
-    async with bench(tmp_path, agent) as b:
+    async with collection(tmp_path, agent) as b:
         (group,) = await b.collect(attempt_timeout_s=3.0, active_s=2.5)
     for finished in group.finished:
         failure = finished.outcome.failure
@@ -139,8 +139,8 @@ async def test_an_outcome_after_the_fence_is_refused(tmp_path: Path) -> None:
     transport = Slow()
     runtime = InlineRuntime(good, deliver=transport.deliver)
     async with running(ScriptedEngine(lambda _: YES), tmp_path / "g") as up, transport, runtime:
-        with RunState(tmp_path / "ledger.sqlite") as ledger:
-            b = Bench(tmp_path, up, transport, ledger, runtime)
+        with RunState(tmp_path / "run_state.sqlite") as run_state:
+            b = Collection(tmp_path, up, transport, run_state, runtime)
             (group,) = await b.collect(rollouts=1, attempt_timeout_s=1.0, active_s=0.01, retries={})
             late.set()
             for _ in range(3000):
@@ -158,7 +158,7 @@ async def test_a_hint_that_a_dead_collector_held_is_gone_when_the_next_one_ends(
         async def acknowledge(self, exp_id: str, attempts: Sequence[Attempt]) -> None:
             pass
 
-    async with bench(tmp_path, good) as b:
+    async with collection(tmp_path, good) as b:
         dying = Dying()
         dying.store, dying.notifier = b.transport.store, b.transport.notifier
         async with dying:
@@ -188,8 +188,10 @@ async def test_lost_hints_are_found_by_the_sweep(tmp_path: Path) -> None:
     transport = Deaf()
     runtime = Endless(good, deliver=transport.deliver)
     async with running(ScriptedEngine(lambda _: YES), tmp_path / "g") as up, transport, runtime:
-        with RunState(tmp_path / "ledger.sqlite") as ledger:
-            (group,) = await Bench(tmp_path, up, transport, ledger, runtime).collect(poll_interval_s=0.2)
+        with RunState(tmp_path / "run_state.sqlite") as run_state:
+            (group,) = await Collection(tmp_path, up, transport, run_state, runtime).collect(
+                poll_interval_s=0.2
+            )
     assert [f.outcome.reward for f in group.finished] == [1.0, 1.0]
 
 
@@ -200,11 +202,11 @@ async def test_finished_rollouts_are_not_run_again_and_committed_ones_are_adopte
         runs[rollout.session_id] += 1
         return await good(task, rollout)
 
-    async with bench(tmp_path, agent) as b:
+    async with collection(tmp_path, agent) as b:
         (first,) = await b.collect(rollouts=2)
         # As if the collector had died after rollout 2's outcome was committed and before it was noted.
         (third,) = await b.collect(rollouts=3)
-        with closing(sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)) as notes:
+        with closing(sqlite3.connect(tmp_path / "run_state.sqlite", isolation_level=None)) as notes:
             notes.execute("DELETE FROM finished WHERE rollout_id LIKE '%r2'")
         (again,) = await b.collect(rollouts=3)
     assert first.finished == again.finished[:2]
@@ -213,8 +215,8 @@ async def test_finished_rollouts_are_not_run_again_and_committed_ones_are_adopte
 
 
 async def test_an_attempt_cut_off_by_a_crash_is_given_up_and_tried_again(tmp_path: Path) -> None:
-    async with bench(tmp_path, good) as b:
-        b.ledger.begin_attempt(Attempt("exp-e0-t0-r0", 1))
+    async with collection(tmp_path, good) as b:
+        b.run_state.begin_attempt(Attempt("exp-e0-t0-r0", 1))
         (group,) = await b.collect(rollouts=1, retries={})
         stands = await b.transport.decision(waiting("exp-e0-t0-r0"))
     assert not isinstance(stands, OutcomeRecord) and stands is not None
@@ -233,7 +235,7 @@ async def test_no_more_rollouts_run_at_once_than_allowed(tmp_path: Path) -> None
         now -= 1
         return 1.0
 
-    async with bench(tmp_path, agent) as b:
+    async with collection(tmp_path, agent) as b:
         await b.collect(tasks=4, rollouts=4, concurrency=3)
     assert 1 < most <= 3
 
@@ -246,7 +248,7 @@ async def test_budget_and_context_refusals_are_the_policys_failures(tmp_path: Pa
             await ask_model(rollout, "x" * 50 * task["n"])
         return 1.0
 
-    async with bench(tmp_path, agent) as b:
+    async with collection(tmp_path, agent) as b:
         (group,) = await b.collect(budget=Budget(calls=2))
     for finished in group.finished:
         failure = finished.outcome.failure
@@ -265,7 +267,7 @@ async def test_garbage_posted_to_the_gateway_harms_nobody(tmp_path: Path) -> Non
                     assert answer.status == 400
         return await good(task, rollout)
 
-    async with bench(tmp_path, agent) as b:
+    async with collection(tmp_path, agent) as b:
         (group,) = await b.collect()
     assert [f.outcome.reward for f in group.finished] == [1.0, 1.0]
     assert all(len(f.turns) == 1 for f in group.finished)
@@ -278,10 +280,10 @@ async def test_retries_spent_before_a_crash_stay_spent(tmp_path: Path) -> None:
         runs[rollout.session_id] += 1
         raise RuntimeError("always")
 
-    async with bench(tmp_path, agent) as b:
+    async with collection(tmp_path, agent) as b:
         await b.collect(rollouts=1)
         for _ in range(3):  # as if the collector had died each time before it noted how it ended
-            with closing(sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)) as notes:
+            with closing(sqlite3.connect(tmp_path / "run_state.sqlite", isolation_level=None)) as notes:
                 notes.execute("DELETE FROM finished")
             (group,) = await b.collect(rollouts=1)
     assert sum(runs.values()) == 2

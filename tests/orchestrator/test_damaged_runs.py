@@ -94,17 +94,17 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path: Path, trained_run: Path) 
 
 
 def test_a_ledger_that_is_damaged_while_it_is_used_says_so(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
-    with RunState(path) as ledger:
+    path = tmp_path / "run_state.sqlite"
+    with RunState(path) as run_state:
         for n in range(2000):
-            ledger.begin_attempt(Attempt(f"r{n}", 1))
+            run_state.begin_attempt(Attempt(f"r{n}", 1))
     size = path.stat().st_size
     with path.open("r+b") as file:
         file.seek(4096)
         file.write(b"\xa5" * (size - 4096))
-    with RunState(path) as ledger, pytest.raises(DamagedFile, match=r"it is damaged: .*restore a copy"):
+    with RunState(path) as run_state, pytest.raises(DamagedFile, match=r"it is damaged: .*restore a copy"):
         for n in range(2000):
-            ledger.mark_launched(Attempt(f"r{n}", 1))
+            run_state.mark_launched(Attempt(f"r{n}", 1))
 
 
 def test_a_trainer_names_a_checkpoint_that_it_cannot_read(tmp_path: Path) -> None:
@@ -178,9 +178,9 @@ def finished() -> RolloutResult:
 def test_what_is_durable_is_on_the_disk_before_and_after_it_gets_its_name(
     tmp_path: Path, durable: bool, wanted: list[str]
 ) -> None:
-    with Calls() as spooled:
-        RolloutStore(tmp_path / "spool", durable=durable).put(finished())
-    assert spooled == wanted
+    with Calls() as stored:
+        RolloutStore(tmp_path / "rollout_store", durable=durable).put(finished())
+    assert stored == wanted
     run = RunDirectory(tmp_path, durable=durable)
     with Calls() as written:
         run.write_tasks([Task("t", {})])
@@ -192,6 +192,6 @@ def test_what_is_durable_is_on_the_disk_before_and_after_it_gets_its_name(
         rename_whole(partial, tmp_path / "step", durable=durable)
     files_and_folders = 3 * ["fsync"] if durable else []
     assert renamed == [*files_and_folders, *wanted[-2:]] if durable else renamed == wanted
-    with RunState(tmp_path / "ledger.sqlite", durable=durable) as ledger:
-        assert ledger._db.fetch_one("PRAGMA synchronous")[0] == (2 if durable else 1)
+    with RunState(tmp_path / "run_state.sqlite", durable=durable) as run_state:
+        assert run_state._db.fetch_one("PRAGMA synchronous")[0] == (2 if durable else 1)
     shutil.rmtree(tmp_path / "step")

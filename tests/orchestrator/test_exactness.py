@@ -1,4 +1,4 @@
-"""What is trained is what was sampled: a real run, judged by the engine's ledger and by rescoring."""
+"""What is trained is what was sampled: a real run, verified by the engine's run_state and by rescoring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups: over-provisioning, stragglers, baselines; and both halves of a run around them."""
+"""Groups: over-provisioning, stragglers, baselines; and both run of a run around them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from afield.orchestrator.state import RunDirectory
 from afield.orchestrator.training_loop import LoopConfig, StepMetrics, TrainingLoop
 from afield.sdk.agent import Context
 from afield.types import FailureKind, Policy, Reason, RolloutResult, Sampling, Split, Task
-from support.in_process_collection import Bench, ask_model, bench, good
+from support.in_process_collection import Collection, ask_model, collection, good
 
 pytestmark = pytest.mark.anyio
 
@@ -34,7 +34,7 @@ async def test_one_broken_rollout_is_masked_and_its_group_stays(tmp_path: Path) 
             raise OSError("no space left")
         return await good(task, rollout)
 
-    async with bench(tmp_path, agent) as b:
+    async with collection(tmp_path, agent) as b:
         (group,) = await b.collect(rollouts=4)
     assert [f.outcome.reward for f in group.finished] == [1.0, None, 1.0, 1.0]
     assert group.unusable_because(2) is None
@@ -47,7 +47,7 @@ async def test_what_runs_beyond_enough_is_cut_and_carries_no_reward(tmp_path: Pa
             await asyncio.sleep(3600)
         return await good(task, rollout)
 
-    async with bench(tmp_path, agent) as b:
+    async with collection(tmp_path, agent) as b:
         (group,) = await b.collect(rollouts=2, extra=1)
     failures = [f.outcome.failure for f in group.finished]
     assert failures[0] and (failures[0].kind, failures[0].reason) == (
@@ -64,7 +64,7 @@ async def test_stragglers_are_cut_some_time_after_a_quorum(tmp_path: Path) -> No
             await asyncio.sleep(3600)
         return await good(task, rollout)
 
-    async with bench(tmp_path, agent) as b:
+    async with collection(tmp_path, agent) as b:
         (group,) = await b.collect(rollouts=4, straggler_after=2, straggler_s=0.5)
     assert [f.outcome.reward for f in group.finished] == [1.0, 1.0, 1.0, None]
 
@@ -74,7 +74,7 @@ async def test_a_baseline_is_sampled_greedily_and_joined_by_its_group(tmp_path: 
         await ask_model(rollout)
         return 0.25 if rollout.rollout_id.endswith("baseline") else 1.0
 
-    async with bench(tmp_path, agent) as b:
+    async with collection(tmp_path, agent) as b:
         first, second = await b.collect(tasks=2, rollouts=2, baseline=True)
     for group in (first, second):
         assert group.baseline and group.baseline.rollout.group_id == group.id
@@ -84,10 +84,10 @@ async def test_a_baseline_is_sampled_greedily_and_joined_by_its_group(tmp_path: 
         assert group.baseline.rollout.id not in compute_advantages([group], "remax")
 
 
-# --- both halves ---------------------------------------------------------------------------------
+# --- both run ---------------------------------------------------------------------------------
 
 
-class Pupil:
+class RecordingTrainer:
     """A trainer that writes down what it is given."""
 
     def __init__(self) -> None:
@@ -101,15 +101,15 @@ class Pupil:
         directory.mkdir(parents=True)
 
     def save(self, directory: Path) -> None:
-        (directory / "pupil").write_text("\n".join(",".join(step) for step in self.steps))
+        (directory / "trainer").write_text("\n".join(",".join(step) for step in self.steps))
 
     def restore(self, directory: Path) -> None:
-        said = (directory / "pupil").read_text().split("\n")
+        said = (directory / "trainer").read_text().split("\n")
         self.steps = [step.split(",") for step in said]
 
 
-class Halves:
-    def __init__(self, b: Bench, place: Path, mode: Mode, *, groups: int = 6, batch: int = 2) -> None:
+class Run:
+    def __init__(self, b: Collection, place: Path, mode: Mode, *, groups: int = 6, batch: int = 2) -> None:
         bound = {"sync": 0, "one-step-off": 1, "async": 2}[mode]
         self.window = StalenessWindow(mode=mode, groups=groups, batch=batch, staleness=bound)
         tasks = [Task(f"t{i}", {"n": i % 3}) for i in range(4)]
@@ -117,94 +117,94 @@ class Halves:
         self.bench = b
         place.mkdir()
         self.run_dir = RunDirectory(place)
-        self.pupil = Pupil()
+        self.trainer = RecordingTrainer()
         self.lines: list[StepMetrics] = []
 
-    def learner(self) -> TrainingLoop:
+    def training_loop(self) -> TrainingLoop:
         return TrainingLoop(
             self.window,
             LoopConfig(policy="policy"),
             epoch_of=self.schedule.epoch,
-            trainer=self.pupil,
+            trainer=self.trainer,
             gateway=self.bench.up.client,
-            run_state=self.bench.ledger,
-            rollout_store=self.bench.spool,
+            run_state=self.bench.run_state,
+            rollout_store=self.bench.rollout_store,
             run=self.run_dir,
             on_step=self.lines.append,
         )
 
-    async def gather(self, validation: Validation | None = None, **plan: Any) -> None:
-        async with self.bench.conducting(**plan) as (values, conductor):
-            collector = GroupRunner(values, conductor, self.bench.spool)
+    async def collect(self, validation: Validation | None = None, **plan: Any) -> None:
+        async with self.bench.runner(**plan) as (values, runner):
+            collector = GroupRunner(values, runner, self.bench.rollout_store)
             parts = {
                 "group_runner": collector,
-                "run_state": self.bench.ledger,
-                "rollout_store": self.bench.spool,
+                "run_state": self.bench.run_state,
+                "rollout_store": self.bench.rollout_store,
             }
             await GroupScheduler(self.window, self.schedule, validation=validation, **parts).run()
 
     async def both(self, validation: Validation | None = None, **plan: Any) -> None:
         async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.learner().run())
-            tasks.create_task(self.gather(validation, **plan))
+            tasks.create_task(self.training_loop().run())
+            tasks.create_task(self.collect(validation, **plan))
 
 
 @pytest.mark.parametrize("mode", ["sync", "one-step-off", "async"])
 async def test_every_group_is_trained_once_within_the_bound(tmp_path: Path, mode: Mode) -> None:
-    async with bench(tmp_path, good) as b:
-        halves = Halves(b, tmp_path / "run", mode, groups=7)
-        await halves.both(rollouts=2, concurrency=4)
-        wanted = sorted(halves.schedule.group_spec(position).id for position in range(7))
-        assert sorted(group for step in halves.pupil.steps for group in step) == wanted
-        assert [len(step) for step in halves.pupil.steps] == [2, 2, 2, 1]
-        assert max(line.staleness for line in halves.lines) <= halves.window.staleness
-        assert len(b.spool) == 0
-        assert b.ledger.groups_taken() == 7 and b.ledger.published_step == 4
-        assert len(b.ledger.trained_rollouts()) == 14
+    async with collection(tmp_path, good) as b:
+        run = Run(b, tmp_path / "run", mode, groups=7)
+        await run.both(rollouts=2, concurrency=4)
+        wanted = sorted(run.schedule.group_spec(position).id for position in range(7))
+        assert sorted(group for step in run.trainer.steps for group in step) == wanted
+        assert [len(step) for step in run.trainer.steps] == [2, 2, 2, 1]
+        assert max(line.staleness for line in run.lines) <= run.window.staleness
+        assert len(b.rollout_store) == 0
+        assert b.run_state.groups_taken() == 7 and b.run_state.published_step == 4
+        assert len(b.run_state.trained_rollouts()) == 14
         if mode == "sync":
-            assert [line.staleness for line in halves.lines] == [0, 0, 0, 0]
+            assert [line.staleness for line in run.lines] == [0, 0, 0, 0]
 
 
 async def test_tokens_sampled_under_old_weights_are_dropped_with_a_reason(tmp_path: Path) -> None:
-    async with bench(tmp_path, good) as b:
-        halves = Halves(b, tmp_path / "run", "sync", groups=2)
-        await halves.gather(rollouts=2)
-        learner = halves.learner()
-        learner._version = 5  # as if the engine had gone back to old weights
-        batch = learner._read(b.ledger.pending_groups())
+    async with collection(tmp_path, good) as b:
+        run = Run(b, tmp_path / "run", "sync", groups=2)
+        await run.collect(rollouts=2)
+        training_loop = run.training_loop()
+        training_loop._version = 5  # as if the engine had gone back to old weights
+        batch = training_loop._read(b.run_state.pending_groups())
     assert set(batch.dropped.values()) == {"sampled 5 versions ago; the bound is 0"}
     assert batch.usable == [] and batch.wasted > 0
 
 
 async def test_a_gateway_that_served_another_run_counts_on(tmp_path: Path) -> None:
-    async with bench(tmp_path, good) as b:
+    async with collection(tmp_path, good) as b:
         await b.up.client.publish(Policy("policy", 7), "somewhere")
-        halves = Halves(b, tmp_path / "run", "async", groups=6)
-        await halves.both(rollouts=2)
-        assert [line.version for line in halves.lines] == [9, 10, 11]
+        run = Run(b, tmp_path / "run", "async", groups=6)
+        await run.both(rollouts=2)
+        assert [line.version for line in run.lines] == [9, 10, 11]
         assert await b.up.client.version() == 11
-        assert max(line.staleness for line in halves.lines) <= 2
+        assert max(line.staleness for line in run.lines) <= 2
 
 
 async def test_the_halves_may_live_apart_and_die_apart(tmp_path: Path) -> None:
-    async with bench(tmp_path, good) as b:
-        halves = Halves(b, tmp_path / "run", "async", groups=8)
-        learning = asyncio.create_task(halves.learner().run())
-        gathering = asyncio.create_task(halves.gather(rollouts=2, concurrency=2))
+    async with collection(tmp_path, good) as b:
+        run = Run(b, tmp_path / "run", "async", groups=8)
+        learning = asyncio.create_task(run.training_loop().run())
+        gathering = asyncio.create_task(run.collect(rollouts=2, concurrency=2))
         for number in range(4):
             await asyncio.sleep(0.25)
             doomed = learning if number % 2 else gathering
             doomed.cancel()
             await asyncio.gather(doomed, return_exceptions=True)
             if doomed is learning:
-                learning = asyncio.create_task(halves.learner().run())
+                learning = asyncio.create_task(run.training_loop().run())
             else:
-                gathering = asyncio.create_task(halves.gather(rollouts=2, concurrency=2))
+                gathering = asyncio.create_task(run.collect(rollouts=2, concurrency=2))
         async with asyncio.timeout(60):
             await asyncio.gather(learning, gathering)
-        taken = [f.rollout.id for step in halves.run_dir.steps() for f in halves.run_dir.read_rollouts(step)]
+        taken = [f.rollout.id for step in run.run_dir.steps() for f in run.run_dir.read_rollouts(step)]
         assert len(taken) == len(set(taken)) == 16
-        assert set(b.ledger.trained_rollouts()) == set(taken)
+        assert set(b.run_state.trained_rollouts()) == set(taken)
 
 
 async def test_validation_is_greedy_reported_by_step_and_never_trained(tmp_path: Path) -> None:
@@ -213,11 +213,11 @@ async def test_validation_is_greedy_reported_by_step_and_never_trained(tmp_path:
     validation = Validation(
         tasks=tasks, every=2, sampling=greedy(Sampling()), report=lambda step, f: seen.append((step, f))
     )
-    async with bench(tmp_path, good) as b:
-        halves = Halves(b, tmp_path / "run", "sync", groups=6)
-        await halves.both(validation, rollouts=2)
-        assert not [i for i in b.ledger.trained_rollouts() if "val" in i]
-        assert len(b.spool) == 0
+    async with collection(tmp_path, good) as b:
+        run = Run(b, tmp_path / "run", "sync", groups=6)
+        await run.both(validation, rollouts=2)
+        assert not [i for i in b.run_state.trained_rollouts() if "val" in i]
+        assert len(b.rollout_store) == 0
     assert [step for step, _ in seen][-1] == 3 and seen[0][0] == 0
     for _, finished in seen:
         assert [f.rollout.task.id for f in finished] == ["v0", "v1"]

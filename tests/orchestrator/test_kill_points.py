@@ -14,7 +14,7 @@ from afield.runtimes.inline import InlineRuntime
 from afield.sdk.agent import Context
 from afield.types import Attempt, Group, Rollout, Task
 from afield.wire import OutcomeRecord
-from support.in_process_collection import Bench, ask_model, bench
+from support.in_process_collection import Collection, ask_model, collection
 
 pytestmark = pytest.mark.anyio
 
@@ -71,29 +71,29 @@ async def agent(task: dict[str, Any], context: Context) -> float:
     return 1.0
 
 
-async def collect(b: Bench, wish: GroupSpec, life: Life, **plan: Any) -> Group:
+async def collect(b: Collection, spec: GroupSpec, life: Life, **plan: Any) -> Group:
     """By a process of its own: its agents end with it."""
     parts = {
         "gateway": b.up.client,
         "transport": b.transport,
-        "run_state": b.ledger,
-        "rollout_store": b.spool,
+        "run_state": b.run_state,
+        "rollout_store": b.rollout_store,
     }
     mortal = {name: Mortal(part, life) for name, part in parts.items()}
-    spool = mortal.pop("rollout_store")
+    rollout_store = mortal.pop("rollout_store")
     async with InlineRuntime(agent, b.transport.deliver) as runtime:
-        b.spool, real = spool, b.spool  # type: ignore[assignment]
+        b.rollout_store, real = rollout_store, b.rollout_store  # type: ignore[assignment]
         try:
-            async with b.conducting(runtime=Mortal(runtime, life), **mortal, **plan) as (values, conductor):
-                (group,) = await GroupRunner(values, conductor, spool).collect([wish])  # type: ignore[arg-type]
+            async with b.runner(runtime=Mortal(runtime, life), **mortal, **plan) as (values, runner):
+                (group,) = await GroupRunner(values, runner, rollout_store).collect([spec])  # type: ignore[arg-type]
                 raise Done(group)  # without waiting for hints that the dead may hold
         except Done as done:
             return done.group
         finally:
-            b.spool = real
+            b.rollout_store = real
 
 
-async def standing(b: Bench, rollout: Rollout, attempts: int) -> list[int]:
+async def standing(b: Collection, rollout: Rollout, attempts: int) -> list[int]:
     """Attempts whose reward is in the store."""
     tries = [Attempt(rollout.id, n) for n in range(1, attempts + 2)]
     decided = [await b.transport.decision(PendingAttempt(rollout, attempt)) for attempt in tries]
@@ -103,28 +103,28 @@ async def standing(b: Bench, rollout: Rollout, attempts: int) -> list[int]:
 
 async def test_dying_between_any_two_calls_loses_and_doubles_nothing(tmp_path: Path) -> None:
     calls = 0
-    async with bench(tmp_path, agent) as b:
+    async with collection(tmp_path, agent) as b:
         while True:
             calls += 1
-            wish = GroupSpec(f"exp-e0-k{calls}", Task("t", {"n": 0}), 0)
+            spec = GroupSpec(f"exp-e0-k{calls}", Task("t", {"n": 0}), 0)
             life = Life(calls)
             try:
-                group = await collect(b, wish, life)
+                group = await collect(b, spec, life)
                 died = False
             except Killed:
                 died = True
-                group = await collect(b, wish, Life(float("inf")))
+                group = await collect(b, spec, Life(float("inf")))
             for finished in group.finished:
                 where = f"killed after {calls} calls: {finished.rollout.id}"
                 assert finished.outcome.reward == 1.0, where
                 counted = await standing(b, finished.rollout, finished.attempts)
                 assert counted == [finished.outcome.attempt], where
                 assert finished.trajectories, where
-                note = b.ledger.rollout_summary(finished.rollout.id)
-                assert note and note.outcome == finished.outcome, where
-                assert len(b.ledger.attempts(finished.rollout.id)) == finished.attempts, where
-                b.spool.remove(finished.rollout.id)
+                summary = b.run_state.rollout_summary(finished.rollout.id)
+                assert summary and summary.outcome == finished.outcome, where
+                assert len(b.run_state.attempts(finished.rollout.id)) == finished.attempts, where
+                b.rollout_store.remove(finished.rollout.id)
             if not died:
                 break
         assert calls > 30
-        assert len(b.spool) == 0
+        assert len(b.rollout_store) == 0

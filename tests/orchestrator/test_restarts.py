@@ -1,4 +1,4 @@
-"""Collecting under bad luck: threads that share a ledger, waits that must end, what a restart does again."""
+"""Collection across restarts: shared run state, bounded waits, adopted attempts, gateway outages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from afield.types import (
     Rollout,
     Task,
 )
-from support.in_process_collection import ask_model, bench, good
+from support.in_process_collection import ask_model, collection, good
 
 pytestmark = pytest.mark.anyio
 
@@ -32,19 +32,19 @@ def rollout(name: str = "r", **rest: Any) -> Rollout:
     return Rollout(id=name, exp_id="exp", group_id="g", task=Task("t0", {"n": 0}), **rest)
 
 
-# --- the ledger ----------------------------------------------------------------------------------
+# --- run state ----------------------------------------------------------------------------------
 
 
-def test_one_ledger_may_be_written_by_the_loop_and_by_a_thread_at_once(tmp_path: Path) -> None:
+def test_one_run_state_may_be_written_by_the_loop_and_by_a_thread_at_once(tmp_path: Path) -> None:
     """A step is noted from a thread, in one transaction, while the loop notes attempts and groups."""
-    with RunState(tmp_path / "ledger.sqlite") as ledger:
+    with RunState(tmp_path / "run_state.sqlite") as run_state:
         rollouts = [f"g-r{k}" for k in range(200)]
         errors: list[BaseException] = []
 
         def learn() -> None:
             try:
                 for step in range(1, 40):
-                    ledger.finish_step(step, [f"t{step}"], [f"{r}-{step}" for r in rollouts])
+                    run_state.finish_step(step, [f"t{step}"], [f"{r}-{step}" for r in rollouts])
             except BaseException as error:  # noqa: BLE001  told below
                 errors.append(error)
 
@@ -52,26 +52,29 @@ def test_one_ledger_may_be_written_by_the_loop_and_by_a_thread_at_once(tmp_path:
         learning.start()
         position = 0
         while learning.is_alive():
-            ledger.begin_group(f"g{position}", position, 0)
-            ledger.begin_attempt(Attempt(f"g{position}-r0", 1))
-            ledger.complete_group(f"g{position}", [f"g{position}-r0"], None, None)
+            run_state.begin_group(f"g{position}", position, 0)
+            run_state.begin_attempt(Attempt(f"g{position}-r0", 1))
+            run_state.complete_group(f"g{position}", [f"g{position}-r0"], None, None)
             position += 1
         learning.join()
         assert not errors
-        assert len(ledger.trained_rollouts()) == 39 * 200
-        assert len(ledger.pending_groups()) == position
+        assert len(run_state.trained_rollouts()) == 39 * 200
+        assert len(run_state.pending_groups()) == position
 
 
-def test_a_ledger_that_cannot_be_written_says_so_and_holds_nobody_up(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
-    with RunState(path) as ledger, closing(sqlite3.connect(path, isolation_level=None, timeout=0)) as other:
-        ledger.begin_group("g", 0, 0)
+def test_a_run_state_that_cannot_be_written_says_so_and_holds_nobody_up(tmp_path: Path) -> None:
+    path = tmp_path / "run_state.sqlite"
+    with (
+        RunState(path) as run_state,
+        closing(sqlite3.connect(path, isolation_level=None, timeout=0)) as other,
+    ):
+        run_state.begin_group("g", 0, 0)
         other.execute("DROP TABLE attempts")
         other.execute("CREATE TRIGGER full BEFORE INSERT ON members BEGIN SELECT no_such_function(); END")
         with pytest.raises(Unavailable, match="make room"):
-            ledger.begin_attempt(Attempt("r", 1))
-        with pytest.raises(Unavailable, match="ledger"):
-            ledger.complete_group("g", ["r"], None, None)
+            run_state.begin_attempt(Attempt("r", 1))
+        with pytest.raises(Unavailable, match="run_state"):
+            run_state.complete_group("g", ["r"], None, None)
         other.execute("DELETE FROM groups")  # no transaction was left open
 
 
@@ -84,17 +87,17 @@ async def never(task: dict[str, Any]) -> float:
 
 
 async def test_a_cancel_reaches_a_rollout_that_waits_for_a_place(tmp_path: Path) -> None:
-    async with bench(tmp_path, never) as b, b.conducting(concurrency=1) as (_, conductor):
-        first, second = conductor.start(rollout("first")), conductor.start(rollout("second"))
-        third = conductor.start(rollout("third"))
-        conductor.cancel("third", "not even begun")
+    async with collection(tmp_path, never) as b, b.runner(concurrency=1) as (_, runner):
+        first, second = runner.start(rollout("first")), runner.start(rollout("second"))
+        third = runner.start(rollout("third"))
+        runner.cancel("third", "not even begun")
         await asyncio.sleep(0.1)
-        conductor.cancel("second", "no longer wanted")
+        runner.cancel("second", "no longer wanted")
         for name, task in (("second", second), ("third", third)):
-            note = await asyncio.wait_for(asyncio.shield(task), 60)
-            assert note.outcome.failure and note.outcome.failure.reason is Reason.CANCELLED, name
+            summary = await asyncio.wait_for(asyncio.shield(task), 60)
+            assert summary.outcome.failure and summary.outcome.failure.reason is Reason.CANCELLED, name
         assert not first.done()
-        conductor.cancel("first", "enough")
+        runner.cancel("first", "enough")
         await first
         assert await b.up.client.states(["second.1", "third.1"]) == {}  # nothing was opened for them
 
@@ -105,12 +108,12 @@ async def test_the_queue_deadline_counts_over_all_refusals(tmp_path: Path) -> No
             raise RateLimited("no room", 0.05)
 
     async with (
-        bench(tmp_path, good) as b,
+        collection(tmp_path, good) as b,
         Full(good, b.transport.deliver) as full,
-        b.conducting(runtime=full, queue_timeout_s=0.5, retries={}) as (_, conductor),
+        b.runner(runtime=full, queue_timeout_s=0.5, retries={}) as (_, runner),
     ):
-        note = await asyncio.wait_for(conductor.run(rollout()), 60)
-    assert note.outcome.failure and "queue_timeout_s" in note.outcome.failure.message
+        summary = await asyncio.wait_for(runner.run(rollout()), 60)
+    assert summary.outcome.failure and "queue_timeout_s" in summary.outcome.failure.message
 
 
 async def test_closing_that_is_cut_short_leaves_no_task_behind(tmp_path: Path) -> None:
@@ -118,15 +121,15 @@ async def test_closing_that_is_cut_short_leaves_no_task_behind(tmp_path: Path) -
         async def stop(self, attempt: Attempt) -> None:
             await asyncio.sleep(3600)
 
-    async with bench(tmp_path, never) as b, Stuck(never, b.transport.deliver) as stuck:
+    async with collection(tmp_path, never) as b, Stuck(never, b.transport.deliver) as stuck:
         before = asyncio.all_tasks()
 
         async def life() -> None:
-            async with b.conducting(runtime=stuck, attempt_timeout_s=0.2, retries={}) as (_, conductor):
-                await conductor.run(rollout())
+            async with b.runner(runtime=stuck, attempt_timeout_s=0.2, retries={}) as (_, runner):
+                await runner.run(rollout())
 
         living = asyncio.create_task(life())
-        while b.ledger.rollout_summary("r") is None:
+        while b.run_state.rollout_summary("r") is None:
             await asyncio.sleep(0.05)
         await asyncio.sleep(0.1)
         living.cancel()  # as Ctrl-C does while agents are being ended
@@ -147,16 +150,16 @@ async def test_a_rollout_whose_session_the_gateway_lost_is_tried_again(tmp_path:
             await b.up.ask("DELETE", f"/sessions/{context.session_id}")
         return reward
 
-    async with bench(tmp_path, agent) as b, b.conducting() as (_, conductor):
-        note = await conductor.run(rollout())
-        assert note.outcome.reward == 1.0 and note.attempts == 2
+    async with collection(tmp_path, agent) as b, b.runner() as (_, runner):
+        summary = await runner.run(rollout())
+        assert summary.outcome.reward == 1.0 and summary.attempts == 2
         assert [f.attempts for f in b.seen.finished] == [2]  # told of once
-        (first, _) = b.ledger.attempts("r")
+        (first, _) = b.run_state.attempts("r")
         assert first.failure and first.failure.reason is Reason.ENGINE
 
 
 async def test_one_session_that_cannot_be_read_costs_one_attempt_and_not_the_run(tmp_path: Path) -> None:
-    async with bench(tmp_path, good) as b:
+    async with collection(tmp_path, good) as b:
 
         class Spoilt:
             def __getattr__(self, name: str) -> Any:
@@ -167,25 +170,25 @@ async def test_one_session_that_cannot_be_read_costs_one_attempt_and_not_the_run
                     raise Unavailable("500: the turns of r.1 cannot be read")
                 return await b.up.client.finalize(session_id)
 
-        async with b.conducting(gateway=Spoilt(), unavailable_timeout_s=0.3) as (_, conductor):
-            note = await conductor.run(rollout())
-        assert note.outcome.reward == 1.0 and note.attempts == 2
+        async with b.runner(gateway=Spoilt(), unavailable_timeout_s=0.3) as (_, runner):
+            summary = await runner.run(rollout())
+        assert summary.outcome.reward == 1.0 and summary.attempts == 2
 
 
 async def test_a_finished_rollout_that_is_on_no_disk_any_more_is_run_again(tmp_path: Path) -> None:
-    async with bench(tmp_path, good) as b:
-        async with b.conducting() as (_, conductor):
-            await conductor.run(rollout())
-        b.spool.remove("r")
-        async with b.conducting() as (_, conductor):
-            assert (await conductor.run(rollout())).attempts == 1  # the gateway still has it
-        b.spool.remove("r")
+    async with collection(tmp_path, good) as b:
+        async with b.runner() as (_, runner):
+            await runner.run(rollout())
+        b.rollout_store.remove("r")
+        async with b.runner() as (_, runner):
+            assert (await runner.run(rollout())).attempts == 1  # the gateway still has it
+        b.rollout_store.remove("r")
         await b.up.ask("DELETE", "/sessions/r.1")
-        async with b.conducting() as (_, conductor):
-            note = await conductor.run(rollout())
-        assert note.outcome.reward == 1.0 and note.attempts == 2
-        assert b.spool.get("r").outcome == note.outcome
-        assert b.ledger.rollout_summary("r") == note
+        async with b.runner() as (_, runner):
+            summary = await runner.run(rollout())
+        assert summary.outcome.reward == 1.0 and summary.attempts == 2
+        assert b.rollout_store.get("r").outcome == summary.outcome
+        assert b.run_state.rollout_summary("r") == summary
 
 
 class Elsewhere(InlineRuntime):
@@ -196,14 +199,14 @@ class Elsewhere(InlineRuntime):
 
 
 async def test_an_adopted_attempt_has_no_more_time_than_any_other(tmp_path: Path) -> None:
-    async with bench(tmp_path, never) as b, Elsewhere(never, b.transport.deliver) as there:
+    async with collection(tmp_path, never) as b, Elsewhere(never, b.transport.deliver) as there:
         for _ in range(4):
             with pytest.raises(RuntimeError, match="killed"):
-                async with b.conducting(runtime=there, attempt_timeout_s=2.0) as (_, conductor):
-                    conductor.start(rollout())
+                async with b.runner(runtime=there, attempt_timeout_s=2.0) as (_, runner):
+                    runner.start(rollout())
                     await asyncio.sleep(0.6)
                     raise RuntimeError("killed")
-        (first, *_) = b.ledger.attempts("r")
+        (first, *_) = b.run_state.attempts("r")
         assert first.failure and "no outcome within 2 s" in first.failure.message
 
 
@@ -216,16 +219,16 @@ async def test_what_an_attempt_cost_that_a_restart_gave_up_is_counted(tmp_path: 
         return reward
 
     asked = threading.Event()
-    async with bench(tmp_path, agent) as b:
+    async with collection(tmp_path, agent) as b:
         with pytest.raises(RuntimeError, match="killed"):
-            async with b.conducting() as (_, conductor):
-                conductor.start(rollout())
+            async with b.runner() as (_, runner):
+                runner.start(rollout())
                 await asyncio.to_thread(asked.wait, 20)
                 raise RuntimeError("killed")
-        async with InlineRuntime(agent, b.transport.deliver) as another, b.conducting(runtime=another) as two:
-            note = await two[1].run(rollout())
-        assert note.attempts == 2
-        assert b.ledger.wasted_tokens(["r"]) > 0
+        async with InlineRuntime(agent, b.transport.deliver) as another, b.runner(runtime=another) as two:
+            summary = await two[1].run(rollout())
+        assert summary.attempts == 2
+        assert b.run_state.wasted_tokens(["r"]) > 0
 
 
 # --- a gateway that goes away --------------------------------------------------------------------
@@ -242,28 +245,28 @@ async def test_time_without_a_gateway_is_not_held_against_a_rollout(tmp_path: Pa
         await ask_model(context, "again")
         return reward
 
-    async with bench(tmp_path, agent) as b:
+    async with collection(tmp_path, agent) as b:
 
         class Away:
             def __getattr__(self, name: str) -> Any:
                 return _unavailable if name == "states" and away.is_set() else getattr(b.up.client, name)
 
-        async with b.conducting(gateway=Away(), attempt_timeout_s=2.0, watch_interval_s=0.1, retries={}) as (
+        async with b.runner(gateway=Away(), attempt_timeout_s=2.0, watch_interval_s=0.1, retries={}) as (
             _,
-            conductor,
+            runner,
         ):
-            running = conductor.start(rollout())
+            running = runner.start(rollout())
             assert await asyncio.to_thread(asked.wait, 60)
             away.set()
             await asyncio.sleep(2.5)
             away.clear()
             back.set()
-            note = await running
-    assert note.outcome.failure is None and note.outcome.reward == 1.0
+            summary = await running
+    assert summary.outcome.failure is None and summary.outcome.reward == 1.0
 
 
 async def test_a_gateway_that_stays_away_ends_the_work_with_its_name(tmp_path: Path) -> None:
-    async with bench(tmp_path, never) as b:
+    async with collection(tmp_path, never) as b:
 
         class Away:
             def __getattr__(self, name: str) -> Any:
@@ -271,11 +274,11 @@ async def test_a_gateway_that_stays_away_ends_the_work_with_its_name(tmp_path: P
                 return _unavailable if away else getattr(b.up.client, name)
 
         with pytest.raises(Unavailable, match="does not answer"):
-            async with b.conducting(gateway=Away(), watch_interval_s=0.1, unavailable_timeout_s=0.5) as (
+            async with b.runner(gateway=Away(), watch_interval_s=0.1, unavailable_timeout_s=0.5) as (
                 _,
-                conductor,
+                runner,
             ):
-                await conductor.run(rollout())
+                await runner.run(rollout())
 
 
 async def test_a_gateway_that_hangs_does_not_stop_the_clock_of_agents_that_ended(tmp_path: Path) -> None:
@@ -289,17 +292,17 @@ async def test_a_gateway_that_hangs_does_not_stop_the_clock_of_agents_that_ended
             self._attempts.begin(attempt.session_id)
             self._attempts.record_exit(attempt.session_id, Exit())
 
-    async with bench(tmp_path, agent) as b, Lost(agent, b.transport.deliver) as lost:
+    async with collection(tmp_path, agent) as b, Lost(agent, b.transport.deliver) as lost:
 
         class Hanging:
             def __getattr__(self, name: str) -> Any:
                 return _hanging if name == "states" else getattr(b.up.client, name)
 
         limits: dict[str, Any] = {"upload_timeout_s": 0.3, "watch_interval_s": 0.05, "retries": {}}
-        async with b.conducting(gateway=Hanging(), runtime=lost, **limits) as (_, conductor):
-            note = await asyncio.wait_for(conductor.run(rollout()), 60)
-    assert note.outcome.failure and note.outcome.failure.kind is FailureKind.INFRASTRUCTURE
-    assert "without an outcome" in note.outcome.failure.message
+        async with b.runner(gateway=Hanging(), runtime=lost, **limits) as (_, runner):
+            summary = await asyncio.wait_for(runner.run(rollout()), 60)
+    assert summary.outcome.failure and summary.outcome.failure.kind is FailureKind.INFRASTRUCTURE
+    assert "without an outcome" in summary.outcome.failure.message
 
 
 async def _unavailable(*_: object) -> Any:

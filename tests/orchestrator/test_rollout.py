@@ -32,7 +32,7 @@ from afield.transports.stores.memory import MemoryNotifier, MemoryStore, MemoryT
 from afield.transports.transport import StoreTransport
 from afield.types import Attempt, FailureKind, Reason, Rollout, Sampling, Task
 from afield.wire import OutcomeRecord
-from support.in_process_collection import YES, ask_model, bench, good, waiting
+from support.in_process_collection import YES, ask_model, collection, good, waiting
 
 pytestmark = pytest.mark.anyio
 INFRA, POLICY = FailureKind.INFRASTRUCTURE, FailureKind.POLICY
@@ -134,19 +134,19 @@ def test_time_in_line_is_not_held_against_an_agent_up_to_its_deadline_once_more(
 async def test_an_agent_whose_call_waits_for_new_weights_is_not_the_policys_failure(tmp_path: Path) -> None:
     attempt_timeout_s = 3.0
     async with (
-        bench(tmp_path, good) as b,
-        b.conducting(attempt_timeout_s=attempt_timeout_s, watch_interval_s=0.1, retries={}) as (_, conductor),
+        collection(tmp_path, good) as b,
+        b.runner(attempt_timeout_s=attempt_timeout_s, watch_interval_s=0.1, retries={}) as (_, runner),
     ):
-        await conductor.run(rollout("first"))  # the first agent of a process starts slowly
+        await runner.run(rollout("first"))  # the first agent of a process starts slowly
         await b.up.ask("POST", "/policy/pause", {})
-        running = conductor.start(rollout())
+        running = runner.start(rollout())
         waited_s = 0.0
         while waited_s < attempt_timeout_s and not running.done():
             await asyncio.sleep(0.1)
             waited_s = max([s.waited_s for s in (await b.up.client.states(["r.1"])).values()], default=0.0)
         await b.up.ask("POST", "/policy/resume", {})
-        note = await running
-        assert note.outcome.reward == 1.0 and note.outcome.failure is None
+        summary = await running
+        assert summary.outcome.reward == 1.0 and summary.outcome.failure is None
         assert waited_s >= attempt_timeout_s
 
 
@@ -163,14 +163,14 @@ async def test_an_agent_that_says_nothing_for_too_long_is_given_up_and_tried_aga
             await asyncio.sleep(3600)
         return 1.0
 
-    async with bench(tmp_path, agent) as b, b.conducting(idle_timeout_s=1.5) as (_, conductor):
-        note = await conductor.run(rollout())
-        assert note.outcome.reward == 1.0 and note.attempts == 2
-        (first, _) = b.ledger.attempts("r")
+    async with collection(tmp_path, agent) as b, b.runner(idle_timeout_s=1.5) as (_, runner):
+        summary = await runner.run(rollout())
+        assert summary.outcome.reward == 1.0 and summary.attempts == 2
+        (first, _) = b.run_state.attempts("r")
         assert first.failure and first.failure.reason is Reason.TIMEOUT
         assert "no model call for" in first.failure.message
         assert first.tokens > 0  # what it had sampled is known, and counted as wasted
-        assert b.ledger.wasted_tokens(["r"]) == first.tokens
+        assert b.run_state.wasted_tokens(["r"]) == first.tokens
 
 
 async def test_a_rollout_whose_life_is_over_is_not_tried_again(tmp_path: Path) -> None:
@@ -178,10 +178,10 @@ async def test_a_rollout_whose_life_is_over_is_not_tried_again(tmp_path: Path) -
         await asyncio.sleep(3600)
         return 1.0
 
-    async with bench(tmp_path, agent) as b, b.conducting(rollout_timeout_s=0.5) as (_, conductor):
-        note = await conductor.run(rollout())
-    assert note.attempts == 1
-    assert note.outcome.failure and "with all its attempts" in note.outcome.failure.message
+    async with collection(tmp_path, agent) as b, b.runner(rollout_timeout_s=0.5) as (_, runner):
+        summary = await runner.run(rollout())
+    assert summary.attempts == 1
+    assert summary.outcome.failure and "with all its attempts" in summary.outcome.failure.message
 
 
 async def test_a_place_that_never_comes_free_is_a_failure_and_not_a_hang(tmp_path: Path) -> None:
@@ -190,10 +190,10 @@ async def test_a_place_that_never_comes_free_is_a_failure_and_not_a_hang(tmp_pat
         return 1.0
 
     async with (
-        bench(tmp_path, agent) as b,
-        b.conducting(concurrency=1, queue_timeout_s=0.3) as (_, conductor),
+        collection(tmp_path, agent) as b,
+        b.runner(concurrency=1, queue_timeout_s=0.3) as (_, runner),
     ):
-        first, second = await asyncio.gather(conductor.run(rollout("a")), conductor.run(rollout("b")))
+        first, second = await asyncio.gather(runner.run(rollout("a")), runner.run(rollout("b")))
     assert first.outcome.reward == 1.0
     assert second.outcome.failure and second.outcome.failure.reason is Reason.LAUNCH
     assert "raise concurrency" in second.outcome.failure.message
@@ -207,12 +207,12 @@ async def test_a_launch_that_hangs_is_cut_at_its_deadline(tmp_path: Path) -> Non
             await super().launch(attempt, payload)
 
     async with (
-        bench(tmp_path, good) as b,
+        collection(tmp_path, good) as b,
         Slow(good, deliver=b.transport.deliver) as slow,
-        b.conducting(runtime=slow, launch_timeout_s=1.5) as (_, conductor),
+        b.runner(runtime=slow, launch_timeout_s=1.5) as (_, runner),
     ):
-        note = await conductor.run(rollout())
-    assert note.outcome.reward == 1.0 and note.attempts == 2
+        summary = await runner.run(rollout())
+    assert summary.outcome.reward == 1.0 and summary.attempts == 2
 
 
 # --- cancelling ----------------------------------------------------------------------------------
@@ -227,13 +227,13 @@ async def test_cancelling_ends_the_session_and_refuses_what_comes_late(tmp_path:
         asyncio.run_coroutine_threadsafe(go.wait(), loop).result(20)
         return 1.0
 
-    async with bench(tmp_path, agent) as b, b.conducting() as (_, conductor):
-        running = conductor.start(rollout())
+    async with collection(tmp_path, agent) as b, b.runner() as (_, runner):
+        running = runner.start(rollout())
         await began.wait()
-        conductor.cancel("r", "no longer wanted")
-        note = await running
-        assert note.outcome.failure and note.outcome.failure.reason is Reason.CANCELLED
-        assert note.attempts == 1
+        runner.cancel("r", "no longer wanted")
+        summary = await running
+        assert summary.outcome.failure and summary.outcome.failure.reason is Reason.CANCELLED
+        assert summary.attempts == 1
         assert (await b.up.client.state("r.1")).phase in ("aborted", "finalized")
         go.set()
         async with asyncio.timeout(60):
@@ -261,25 +261,25 @@ async def test_cancelling_does_not_wait_for_a_turn_or_for_a_launch(tmp_path: Pat
     launching = asyncio.Event()
     transport = MemoryTransport()
     async with (
-        bench(tmp_path, good) as b,
+        collection(tmp_path, good) as b,
         Stuck(good, transport.deliver) as stuck,
-        b.conducting(runtime=stuck, limiter=One()) as (_, conductor),
+        b.runner(runtime=stuck, limiter=One()) as (_, runner),
     ):
-        first = conductor.start(rollout("first"))
+        first = runner.start(rollout("first"))
         await launching.wait()
-        second = conductor.start(rollout("second"))
+        second = runner.start(rollout("second"))
         for name, running in (("first", first), ("second", second)):
-            conductor.cancel(name, "no longer wanted")
-            note = await asyncio.wait_for(running, 60)
-            assert note.outcome.failure and note.outcome.failure.reason is Reason.CANCELLED
+            runner.cancel(name, "no longer wanted")
+            summary = await asyncio.wait_for(running, 60)
+            assert summary.outcome.failure and summary.outcome.failure.reason is Reason.CANCELLED
         assert (await b.up.client.state("first.1")).phase != "open"
 
 
 async def test_a_rollout_that_has_ended_is_not_cancelled(tmp_path: Path) -> None:
-    async with bench(tmp_path, good) as b, b.conducting() as (_, conductor):
-        await conductor.run(rollout())
-        conductor.cancel("r", "too late")
-        assert (await conductor.run(rollout())).outcome.reward == 1.0
+    async with collection(tmp_path, good) as b, b.runner() as (_, runner):
+        await runner.run(rollout())
+        runner.cancel("r", "too late")
+        assert (await runner.run(rollout())).outcome.reward == 1.0
 
 
 # --- throttling ----------------------------------------------------------------------------------
@@ -297,13 +297,13 @@ async def test_a_throttled_launch_is_tried_again_and_costs_the_rollout_nothing(t
 
     limiter = LocalLimiter(RateLimits(rate_per_s=50.0))
     async with (
-        bench(tmp_path, good) as b,
+        collection(tmp_path, good) as b,
         Picky(good, deliver=b.transport.deliver) as picky,
-        b.conducting(runtime=picky, limiter=limiter, retries={}) as (_, conductor),
+        b.runner(runtime=picky, limiter=limiter, retries={}) as (_, runner),
     ):
-        note = await conductor.run(rollout())
+        summary = await runner.run(rollout())
     assert Picky.refused == 3
-    assert note.outcome.reward == 1.0 and note.attempts == 1
+    assert summary.outcome.reward == 1.0 and summary.attempts == 1
 
 
 # --- parts that go away --------------------------------------------------------------------------
@@ -338,13 +338,13 @@ async def test_a_store_that_goes_away_is_waited_for(tmp_path: Path, caplog: pyte
         return await good(task, context)
 
     async with (
-        bench(tmp_path, agent) as b,
+        collection(tmp_path, agent) as b,
         transport,
         InlineRuntime(agent, deliver=transport.deliver) as runtime,
-        b.conducting(runtime=runtime, transport=transport, retries={}) as (_, conductor),
+        b.runner(runtime=runtime, transport=transport, retries={}) as (_, runner),
     ):
-        note = await conductor.run(rollout())
-    assert note.outcome.reward == 1.0 and note.attempts == 1
+        summary = await runner.run(rollout())
+    assert summary.outcome.reward == 1.0 and summary.attempts == 1
     assert "is the network up?; tried again" in caplog.text
 
 
@@ -356,21 +356,21 @@ async def test_a_store_that_stays_away_ends_the_work_with_its_name(tmp_path: Pat
         return 1.0
 
     runtime = InlineRuntime(agent, deliver=transport.deliver)
-    async with bench(tmp_path, agent) as b, transport, runtime:
+    async with collection(tmp_path, agent) as b, transport, runtime:
         with pytest.raises(Unavailable, match="the store does not answer"):
-            async with b.conducting(runtime=runtime, transport=transport, unavailable_timeout_s=0.5) as (
+            async with b.runner(runtime=runtime, transport=transport, unavailable_timeout_s=0.5) as (
                 _,
-                conductor,
+                runner,
             ):
-                await conductor.run(rollout())
+                await runner.run(rollout())
         transport.down = 0
-        async with b.conducting(runtime=runtime, transport=transport) as (_, conductor):
-            note = await conductor.run(rollout())  # nothing was lost
-    assert note.outcome.reward == 1.0 and note.attempts == 1
+        async with b.runner(runtime=runtime, transport=transport) as (_, runner):
+            summary = await runner.run(rollout())  # nothing was lost
+    assert summary.outcome.reward == 1.0 and summary.attempts == 1
 
 
 async def test_a_gateway_that_goes_away_for_a_moment_costs_nothing(tmp_path: Path) -> None:
-    async with bench(tmp_path, good) as b:
+    async with collection(tmp_path, good) as b:
 
         class Flaky:
             left = 3
@@ -381,9 +381,9 @@ async def test_a_gateway_that_goes_away_for_a_moment_costs_nothing(tmp_path: Pat
                     return _unavailable
                 return getattr(b.up.client, name)
 
-        async with b.conducting(gateway=Flaky(), retries={}) as (_, conductor):
-            note = await conductor.run(rollout())
-    assert note.outcome.reward == 1.0 and note.attempts == 1
+        async with b.runner(gateway=Flaky(), retries={}) as (_, runner):
+            summary = await runner.run(rollout())
+    assert summary.outcome.reward == 1.0 and summary.attempts == 1
 
 
 async def _unavailable(*_: object) -> Any:
@@ -396,10 +396,10 @@ async def test_a_session_that_the_gateway_forgot_is_no_reward(tmp_path: Path) ->
         assert status == 200
         return 1.0
 
-    async with bench(tmp_path, agent) as b, b.conducting(retries={}) as (_, conductor):
-        note = await conductor.run(rollout())
-    assert note.outcome.reward is None
-    assert note.outcome.failure and note.outcome.failure.kind is INFRA
+    async with collection(tmp_path, agent) as b, b.runner(retries={}) as (_, runner):
+        summary = await runner.run(rollout())
+    assert summary.outcome.reward is None
+    assert summary.outcome.failure and summary.outcome.failure.kind is INFRA
 
 
 @pytest.mark.parametrize("reward", [1e39, -1e308])
@@ -410,11 +410,11 @@ async def test_a_reward_beyond_the_bound_is_that_rollouts_failure_and_names_the_
         await ask_model(context)
         return reward if task["n"] else 1.0
 
-    async with bench(tmp_path, agent) as b, b.conducting(retries={}) as (_, conductor):
-        note, other = await conductor.run(rollout("r", 1)), await conductor.run(rollout("s"))
+    async with collection(tmp_path, agent) as b, b.runner(retries={}) as (_, runner):
+        summary, other = await runner.run(rollout("r", 1)), await runner.run(rollout("s"))
     assert other.outcome.reward == 1.0
-    failure = note.outcome.failure
-    assert note.outcome.reward is None
+    failure = summary.outcome.failure
+    assert summary.outcome.reward is None
     assert failure and failure.kind is FailureKind.VERIFIER and failure.reason is Reason.REWARD
     assert "beyond max_reward = 1e+06" in failure.message
 
@@ -454,32 +454,32 @@ async def test_an_agent_that_still_runs_is_adopted_after_a_crash(tmp_path: Path,
     def launched_there() -> None:
         loop.call_soon_threadsafe(launched.set)
 
-    async with bench(tmp_path, agent) as b, Elsewhere(agent, deliver=b.transport.deliver) as runtime:
+    async with collection(tmp_path, agent) as b, Elsewhere(agent, deliver=b.transport.deliver) as runtime:
         runtime.knows = knows
         with pytest.raises(RuntimeError, match="killed"):
-            async with b.conducting(runtime=runtime) as (_, conductor):
-                conductor.start(rollout())
+            async with b.runner(runtime=runtime) as (_, runner):
+                runner.start(rollout())
                 await launched.wait()
                 raise RuntimeError("killed")
-        async with b.conducting(runtime=runtime) as (_, conductor):
-            running = conductor.start(rollout())
+        async with b.runner(runtime=runtime) as (_, runner):
+            running = runner.start(rollout())
             await asyncio.sleep(0.2)
             assert not running.done()
             go.set()
-            note = await running
-        assert note.outcome.reward == 1.0 and note.attempts == 1
-        assert len(b.ledger.attempts("r")) == 1
+            summary = await running
+        assert summary.outcome.reward == 1.0 and summary.attempts == 1
+        assert len(b.run_state.attempts("r")) == 1
 
 
 # --- sampling of its own -------------------------------------------------------------------------
 
 
 async def test_a_greedy_rollout_is_sampled_greedily(tmp_path: Path) -> None:
-    async with bench(tmp_path, good) as b, b.conducting() as (_, conductor):
-        await conductor.run(rollout(sampling=Sampling(temperature=0.0)))
-        await conductor.run(rollout("s"))
-    (greedy,) = b.spool.get("r").turns
-    (usual,) = b.spool.get("s").turns
+    async with collection(tmp_path, good) as b, b.runner() as (_, runner):
+        await runner.run(rollout(sampling=Sampling(temperature=0.0)))
+        await runner.run(rollout("s"))
+    (greedy,) = b.rollout_store.get("r").turns
+    (usual,) = b.rollout_store.get("s").turns
     assert (greedy.sampling.temperature, usual.sampling.temperature) == (0.0, 1.0)
 
 
@@ -504,9 +504,9 @@ async def test_what_broke_around_a_rollout_does_not_redraw_it(
             raise error
         return 1.0
 
-    async with bench(tmp_path, agent, script) as b, b.conducting() as (_, conductor):
-        note = await conductor.run(rollout())
-    assert note.attempts == 2
+    async with collection(tmp_path, agent, script) as b, b.runner() as (_, runner):
+        summary = await runner.run(rollout())
+    assert summary.attempts == 2
     assert (seeds[0] == seeds[1]) is same
     assert (drawn[:2] == drawn[2:]) is same
     assert drawn[:2] == ["r.1/t1", "r.1/t2"]
@@ -534,11 +534,11 @@ async def test_reading_an_outcome_that_was_committed_writes_no_fence(tmp_path: P
 
     store = Counting()
     transport = StoreTransport(store, MemoryNotifier())
-    async with bench(tmp_path, good) as b, transport, InlineRuntime(good, transport.deliver) as runtime:
+    async with collection(tmp_path, good) as b, transport, InlineRuntime(good, transport.deliver) as runtime:
         plan = {"transport": transport, "runtime": runtime, "poll_interval_s": 600.0}
-        async with b.conducting(**plan) as (_, conductor):
-            note = await conductor.run(rollout())
-    assert note.outcome.reward == 1.0
+        async with b.runner(**plan) as (_, runner):
+            summary = await runner.run(rollout())
+    assert summary.outcome.reward == 1.0
     assert [key.split("/")[1] for key in store.puts if "r.1" in key] == ["t0", "commits"]  # the agent's own
     # Looked at when the agent ended, and when its hint came: each reads the commit; the one that finds it
     # reads the data.
@@ -552,13 +552,13 @@ async def test_a_place_that_runs_no_rollouts_is_not_tried_again(tmp_path: Path) 
             raise TaskFailure("it is no rollout app", Reason.NO_AGENT)
 
     async with (
-        bench(tmp_path, good) as b,
+        collection(tmp_path, good) as b,
         Other(good) as other,
-        b.conducting(runtime=other) as (_, conductor),
+        b.runner(runtime=other) as (_, runner),
     ):
-        note = await conductor.run(rollout())
-    assert note.attempts == 1
-    assert note.outcome.failure and note.outcome.failure.reason is Reason.NO_AGENT
+        summary = await runner.run(rollout())
+    assert summary.attempts == 1
+    assert summary.outcome.failure and summary.outcome.failure.reason is Reason.NO_AGENT
 
 
 @pytest.mark.parametrize(("phase", "attempts"), [(Phase.RUNNING, 1), (Phase.UNKNOWN, 2)])
@@ -582,12 +582,12 @@ async def test_an_agent_that_is_too_busy_for_signs_of_life_lives_if_its_runtime_
         return reward
 
     async with (
-        bench(tmp_path, agent) as b,
+        collection(tmp_path, agent) as b,
         Knowing(agent, b.transport.deliver) as runtime,
-        b.conducting(runtime=runtime, heartbeat_timeout_s=1.5, watch_interval_s=0.1) as (_, conductor),
+        b.runner(runtime=runtime, heartbeat_timeout_s=1.5, watch_interval_s=0.1) as (_, runner),
     ):
-        note = await conductor.run(rollout())
-    assert (note.outcome.reward, note.attempts) == (1.0, attempts)
+        summary = await runner.run(rollout())
+    assert (summary.outcome.reward, summary.attempts) == (1.0, attempts)
 
 
 @pytest.mark.parametrize("no_turns", ["refuse", "flag"])
@@ -598,10 +598,10 @@ async def test_a_reward_without_a_model_call_is_refused_or_told(
         return 1.0
 
     async with (
-        bench(tmp_path, idle) as b,
-        b.conducting(retries={}, no_turns=no_turns) as (_, conductor),
+        collection(tmp_path, idle) as b,
+        b.runner(retries={}, no_turns=no_turns) as (_, runner),
     ):
-        outcome = (await conductor.start(rollout())).outcome
+        outcome = (await runner.start(rollout())).outcome
     if no_turns == "flag":
         assert outcome.reward == 1.0
         assert any("made no model call" in line for line in caplog.messages)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.orchestrator.test_groups import Halves
+from tests.orchestrator.test_groups import Run
 
 from afield.cli.main import main
 from afield.cli.train import save_config
@@ -30,7 +30,7 @@ from afield.sdk.agent import Context
 from afield.settings.train import train_config
 from afield.types import Attempt, Outcome, Policy, Rollout, RolloutResult, Sampling, Split, Task
 from support.gateways import POLICY
-from support.in_process_collection import bench, good
+from support.in_process_collection import collection, good
 from support.processes import AGENTS, write_tasks
 
 pytestmark = pytest.mark.anyio
@@ -69,7 +69,7 @@ def test_what_a_collector_has_collected_survives_a_wrong_command(
     ("more", "gone", "says"),
     [
         (("--runtime", "container"), None, "runtime container needs an image"),
-        (("--runtime", "inline", "--set", "container.image=x"), None, "--set container.image does nothing"),
+        (("--runtime", "inline", "--set", "container.image=x"), None, "--set container.image has no effect"),
         (("--runtime", "kubernetes=IMAGE"), None, "agents on kubernetes cannot reach a gateway"),
         ((), "agent.py", "there is no file"),
         ((), "val.jsonl", "val.jsonl"),
@@ -108,9 +108,9 @@ async def test_a_group_whose_baseline_failed_is_dropped_with_a_reason(tmp_path: 
             raise OSError("no space left")
         return await good(task, context)
 
-    wish = GroupSpec("exp-e0-t0", Task("t0", {"n": 0}), 0)
-    async with bench(tmp_path, agent) as b, b.conducting(baseline=True) as (plan, conductor):
-        ended = await GroupRunner(plan, conductor, b.spool).start_group(wish)
+    spec = GroupSpec("exp-e0-t0", Task("t0", {"n": 0}), 0)
+    async with collection(tmp_path, agent) as b, b.runner(baseline=True) as (plan, runner):
+        ended = await GroupRunner(plan, runner, b.rollout_store).start_group(spec)
     assert ended.drop_reason and ended.drop_reason.startswith("its baseline carries no reward (task")
 
 
@@ -120,9 +120,9 @@ async def test_validation_is_never_cut(tmp_path: Path) -> None:
         return 1.0
 
     limits: dict[str, Any] = {"extra": 1, "straggler_s": 0.1, "val_rollouts": 4}
-    wish = GroupSpec("exp-val0-t0", Task("t0", {"n": 0}), 0, Split.VAL)
-    async with bench(tmp_path, agent) as b, b.conducting(**limits) as (plan, conductor):
-        (group,) = await GroupRunner(plan, conductor, b.spool).collect([wish])
+    spec = GroupSpec("exp-val0-t0", Task("t0", {"n": 0}), 0, Split.VAL)
+    async with collection(tmp_path, agent) as b, b.runner(**limits) as (plan, runner):
+        (group,) = await GroupRunner(plan, runner, b.rollout_store).collect([spec])
     assert [f.outcome.reward for f in group.finished] == [1.0] * 4
 
 
@@ -140,63 +140,67 @@ async def test_a_validation_that_was_reported_is_not_done_again(tmp_path: Path) 
         reported=lambda step: step in reports,
     )
     window, schedule = StalenessWindow(mode="sync", groups=0, batch=1), Schedule([Task("t", {})], "exp")
-    async with bench(tmp_path, good) as b:
+    async with collection(tmp_path, good) as b:
         for _ in range(2):
-            async with b.conducting() as (plan, conductor):
-                collector = GroupRunner(plan, conductor, b.spool)
-                parts = {"group_runner": collector, "run_state": b.ledger, "rollout_store": b.spool}
+            async with b.runner() as (plan, runner):
+                collector = GroupRunner(plan, runner, b.rollout_store)
+                parts = {
+                    "group_runner": collector,
+                    "run_state": b.run_state,
+                    "rollout_store": b.rollout_store,
+                }
                 await GroupScheduler(window, schedule, validation=validation, **parts).run()
             left = RolloutResult(rollout=rollout("exp-val0-v-r0"), outcome=outcome("exp-val0-v-r0"))
-            b.spool.put(left)  # as a kill leaves it that came before everything was tidied up
+            b.rollout_store.put(left)  # as a kill leaves it that came before everything was tidied up
         assert reports == [0]
         assert [f.rollout.id for f in b.seen.finished] == ["exp-val0-v-r0"]
-        async with b.conducting() as (plan, conductor):
+        async with b.runner() as (plan, runner):
             parts = {
-                "group_runner": GroupRunner(plan, conductor, b.spool),
-                "run_state": b.ledger,
-                "rollout_store": b.spool,
+                "group_runner": GroupRunner(plan, runner, b.rollout_store),
+                "run_state": b.run_state,
+                "rollout_store": b.rollout_store,
             }
             await GroupScheduler(window, schedule, validation=validation, **parts).run()
-        assert len(b.spool) == 0
+        assert len(b.rollout_store) == 0
 
 
 # --- a gateway that others use too ---------------------------------------------------------------
 
 
 async def test_agents_never_begin_under_the_weights_of_another_run(tmp_path: Path) -> None:
-    async with bench(tmp_path, good) as b:
+    async with collection(tmp_path, good) as b:
         await wait_for_own_weights(
-            b.ledger, b.up.client, frozen=False
+            b.run_state, b.up.client, frozen=False
         )  # a fresh gateway serves what runs begin with
         await b.up.client.publish(Policy("another", 7), "somewhere")
-        waiting = asyncio.create_task(wait_for_own_weights(b.ledger, b.up.client, frozen=False))
+        waiting = asyncio.create_task(wait_for_own_weights(b.run_state, b.up.client, frozen=False))
         await asyncio.sleep(0.3)
         assert not waiting.done()
-        b.ledger.base_version = 8
+        b.run_state.base_version = 8
         await asyncio.sleep(0.3)
         assert not waiting.done()
         await b.up.client.publish(Policy("ours", 8), "somewhere")
         await asyncio.wait_for(waiting, 60)
-        b.ledger.published_step = 3
-        waiting = asyncio.create_task(wait_for_own_weights(b.ledger, b.up.client, frozen=False))
+        b.run_state.published_step = 3
+        waiting = asyncio.create_task(wait_for_own_weights(b.run_state, b.up.client, frozen=False))
         await asyncio.sleep(0.3)
         assert not waiting.done()  # a gateway that has gone back to older weights
-        await wait_for_own_weights(b.ledger, b.up.client, frozen=True)
+        await wait_for_own_weights(b.run_state, b.up.client, frozen=True)
         await b.up.client.publish(Policy("ours", 12), "somewhere")  # and has not noted it yet
         await asyncio.wait_for(waiting, 60)
 
 
 async def test_a_run_goes_on_after_another_one_used_its_gateway(tmp_path: Path) -> None:
-    async with bench(tmp_path, good) as b:
-        halves = Halves(b, tmp_path / "run", "sync", groups=4)
-        await halves.both(rollouts=2)
-        assert [line.version for line in halves.lines] == [1, 2]
+    async with collection(tmp_path, good) as b:
+        run = Run(b, tmp_path / "run", "sync", groups=4)
+        await run.both(rollouts=2)
+        assert [line.version for line in run.lines] == [1, 2]
         await b.up.client.publish(Policy("another", 50), "somewhere")
-        halves.window = StalenessWindow(mode="sync", groups=8, batch=2)
-        await halves.both(rollouts=2)
-        assert [line.version for line in halves.lines] == [1, 2, 52, 53]
+        run.window = StalenessWindow(mode="sync", groups=8, batch=2)
+        await run.both(rollouts=2)
+        assert [line.version for line in run.lines] == [1, 2, 52, 53]
         assert await b.up.client.version() == 53
-        assert not any(line.dropped_groups for line in halves.lines[3:])
+        assert not any(line.dropped_groups for line in run.lines[3:])
 
 
 # --- runs that are made shorter, and names that are too long -------------------------------------
@@ -212,16 +216,16 @@ async def test_a_run_that_was_made_shorter_collects_nothing_for_nobody(
         launched.add(context.rollout_id)
         return await good(task, context)
 
-    async with bench(tmp_path, agent) as b:
+    async with collection(tmp_path, agent) as b:
         schedule = Schedule([Task(f"t{i}", {"n": 0}) for i in range(8)], "exp")
         for position in range(6):  # as a kill in the second step leaves it
-            b.ledger.begin_group(schedule.group_spec(position).id, position, 0)
-        b.ledger.published_step = 2
-        async with b.conducting() as (plan, conductor):
+            b.run_state.begin_group(schedule.group_spec(position).id, position, 0)
+        b.run_state.published_step = 2
+        async with b.runner() as (plan, runner):
             parts = {
-                "group_runner": GroupRunner(plan, conductor, b.spool),
-                "run_state": b.ledger,
-                "rollout_store": b.spool,
+                "group_runner": GroupRunner(plan, runner, b.rollout_store),
+                "run_state": b.run_state,
+                "rollout_store": b.rollout_store,
             }
             window = StalenessWindow(mode=mode, groups=4, batch=2, staleness=bound)
             await GroupScheduler(window, schedule, **parts).run()
@@ -231,8 +235,8 @@ async def test_a_run_that_was_made_shorter_collects_nothing_for_nobody(
 def test_a_name_too_long_for_its_rollouts_is_refused_at_the_start() -> None:
     with pytest.raises(UsageError, match="at most 64"):
         Schedule([Task("t", {})], "x" * 65)
-    wish = Schedule([Task("t" * 40, {})], "x" * 64).group_spec(999_999)
-    Attempt(f"{wish.id}-baseline", 99)
+    spec = Schedule([Task("t" * 40, {})], "x" * 64).group_spec(999_999)
+    Attempt(f"{spec.id}-baseline", 99)
 
 
 async def test_a_limiter_file_that_breaks_gives_its_place_back(tmp_path: Path) -> None:

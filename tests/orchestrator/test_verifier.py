@@ -21,15 +21,15 @@ from afield.transports.stores.memory import MemoryTransport
 from afield.types import Attempt, Failure, FailureKind, Reason, RolloutResult
 from afield.wire import OutcomeRecord
 from support.gateways import running
-from support.in_process_collection import YES, Bench, ask_model, waiting
+from support.in_process_collection import YES, Collection, ask_model, waiting
 
 pytestmark = pytest.mark.anyio
 
 
 @asynccontextmanager
-async def court(
+async def verified_collection(
     tmp_path: Path, agent: Callable[..., Any], grade: Callable[..., Any]
-) -> AsyncIterator[tuple[Bench, InlineRuntime]]:
+) -> AsyncIterator[tuple[Collection, InlineRuntime]]:
     """A gateway that brings outcomes to the store; agents and verifiers that only know the gateway."""
     transport = MemoryTransport()
     agents, verifiers = InlineRuntime(agent), InlineRuntime(grade)
@@ -40,14 +40,14 @@ async def court(
         agents,
         verifiers,
     ):
-        with RunState(tmp_path / "ledger.sqlite") as ledger:
-            yield Bench(tmp_path, up, transport, ledger, agents), verifiers
+        with RunState(tmp_path / "run_state.sqlite") as run_state:
+            yield Collection(tmp_path, up, transport, run_state, agents), verifiers
 
 
-async def judged(
+async def verified(
     tmp_path: Path, agent: Callable[..., Any], grade: Callable[..., Any], **plan: Any
-) -> tuple[list[RolloutResult], Bench]:
-    async with court(tmp_path, agent, grade) as (bench, verifiers):
+) -> tuple[list[RolloutResult], Collection]:
+    async with verified_collection(tmp_path, agent, grade) as (b, verifiers):
         plan = {
             "deliver": "gateway",
             "separate_verifier": True,
@@ -55,8 +55,8 @@ async def judged(
             "retries": {},
             **plan,
         }
-        groups = await bench.collect(**plan)
-        return [finished for group in groups for finished in group.finished], bench
+        groups = await b.collect(**plan)
+        return [finished for group in groups for finished in group.finished], b
 
 
 async def hand_in(task: dict[str, Any], rollout: Context) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def half(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_the_verifiers_reward_counts_and_is_given_for_what_was_handed_in(tmp_path: Path) -> None:
-    finished, _ = await judged(tmp_path, hand_in, half)
+    finished, _ = await verified(tmp_path, hand_in, half)
     assert [one.outcome.reward for one in finished] == [0.5, 0.5]
     assert all(one.outcome.metrics["passed"] == 3.0 for one in finished)
     assert all(one.trajectories for one in finished)
@@ -78,7 +78,7 @@ async def test_a_reward_that_the_agent_returns_is_not_its_to_give(tmp_path: Path
     async def greedy(task: dict[str, Any], rollout: Context) -> dict[str, Any]:
         return {"answer": await ask_model(rollout), "reward": 100.0}
 
-    finished, _ = await judged(tmp_path, greedy, half)
+    finished, _ = await verified(tmp_path, greedy, half)
     assert [one.outcome.reward for one in finished] == [0.5, 0.5]
 
 
@@ -99,7 +99,7 @@ async def test_a_forged_reward_is_refused_and_the_verifiers_stands(
                     answers.append(response.status)
         return await hand_in(task, rollout)
 
-    finished, _ = await judged(tmp_path, forger, half)
+    finished, _ = await verified(tmp_path, forger, half)
     assert set(answers) == {403}
     assert [one.outcome.reward for one in finished] == [0.5, 0.5]
     assert "reward by the agent refused" in caplog.text
@@ -120,7 +120,7 @@ async def test_the_agent_has_ended_before_its_verifier_starts(tmp_path: Path) ->
         met.append(rollout.session_id in running_now)
         return 1.0
 
-    await judged(tmp_path, agent, grade)
+    await verified(tmp_path, agent, grade)
     assert met == [False, False]
 
 
@@ -128,7 +128,7 @@ async def test_a_verifier_that_raises_is_its_own_kind_of_failure_and_no_reward(t
     def broken(payload: dict[str, Any]) -> float:
         raise RuntimeError("the grader broke")
 
-    finished, _ = await judged(tmp_path, hand_in, broken)
+    finished, _ = await verified(tmp_path, hand_in, broken)
     for one in finished:
         assert one.outcome.reward is None and one.outcome.failure
         assert one.outcome.failure.kind is FailureKind.VERIFIER
@@ -148,7 +148,7 @@ async def test_a_failed_verdict_is_given_again_and_the_agent_does_not_run_again(
             raise RuntimeError("not today")
         return 1.0
 
-    finished, _ = await judged(tmp_path, counted, moody, retries={FailureKind.VERIFIER: 1})
+    finished, _ = await verified(tmp_path, counted, moody, retries={FailureKind.VERIFIER: 1})
     assert [one.outcome.reward for one in finished] == [1.0, 1.0]
     assert sorted(graded) == sorted(2 * [f"exp-e0-t0-r{n}.1" for n in range(2)])
     assert [one.attempts for one in finished] == [1, 1]
@@ -165,7 +165,7 @@ async def test_verdicts_that_keep_failing_are_the_verifiers_failure_after_their_
         raise RuntimeError(f"the grader broke {len(graded)}")
 
     retries = {FailureKind.VERIFIER: 2, FailureKind.INFRASTRUCTURE: 2}
-    finished, _ = await judged(tmp_path, counted, broken, retries=retries)
+    finished, _ = await verified(tmp_path, counted, broken, retries=retries)
     assert len(graded) == 6 and {name.rpartition(".")[2] for name in graded} == {"1"}
     for one in finished:
         failure = one.outcome.failure
@@ -194,7 +194,7 @@ async def test_a_verifier_whose_place_breaks_or_hangs_is_followed_by_another(tmp
             await asyncio.sleep(600)
         return 0.75
 
-    async with court(tmp_path, counted, grade) as (bench, _), Fragile(grade) as verifiers:
+    async with verified_collection(tmp_path, counted, grade) as (b, _), Fragile(grade) as verifiers:
         plan = {
             "deliver": "gateway",
             "separate_verifier": True,
@@ -202,7 +202,7 @@ async def test_a_verifier_whose_place_breaks_or_hangs_is_followed_by_another(tmp
             "rollouts": 1,
             "quorum": 1,
         }
-        groups = await bench.collect(**plan, retries={FailureKind.VERIFIER: 3}, verifier_timeout_s=2.0)
+        groups = await b.collect(**plan, retries={FailureKind.VERIFIER: 3}, verifier_timeout_s=2.0)
     (one,) = groups[0].finished
     assert (one.outcome.reward, one.attempts) == (0.75, 1)
     assert len(set(launched)) == 4 and {attempt.rollout_id for attempt in launched} == {one.rollout.id}
@@ -220,7 +220,7 @@ async def test_a_verifier_that_ends_without_a_word_is_followed_by_another(tmp_pa
         async def wait(self, attempt: Attempt) -> Exit:
             return Exit() if self.told == 1 else await super().wait(attempt)
 
-    async with court(tmp_path, counted, half) as (bench, _), Mute(half) as verifiers:
+    async with verified_collection(tmp_path, counted, half) as (b, _), Mute(half) as verifiers:
         plan = {
             "deliver": "gateway",
             "separate_verifier": True,
@@ -228,7 +228,7 @@ async def test_a_verifier_that_ends_without_a_word_is_followed_by_another(tmp_pa
             "rollouts": 1,
             "quorum": 1,
         }
-        groups = await bench.collect(**plan, retries={FailureKind.VERIFIER: 1})
+        groups = await b.collect(**plan, retries={FailureKind.VERIFIER: 1})
     (one,) = groups[0].finished
     assert (one.outcome.reward, one.attempts, verifiers.told) == (0.5, 1, 2)
 
@@ -264,7 +264,7 @@ async def test_an_agent_that_fails_is_not_judged(tmp_path: Path) -> None:
         graded.append(rollout.session_id)
         return 1.0
 
-    finished, _ = await judged(tmp_path, agent, grade)
+    finished, _ = await verified(tmp_path, agent, grade)
     assert [one.outcome.failure.kind for one in finished if one.outcome.failure] == [FailureKind.POLICY] * 2
     assert graded == []
 
@@ -274,7 +274,7 @@ async def test_a_verifier_that_hangs_is_given_up_as_its_own_failure(tmp_path: Pa
         await asyncio.sleep(600)
         return 1.0
 
-    finished, _ = await judged(tmp_path, hand_in, hang, verifier_timeout_s=0.5, watch_interval_s=0.1)
+    finished, _ = await verified(tmp_path, hand_in, hang, verifier_timeout_s=0.5, watch_interval_s=0.1)
     for one in finished:
         assert one.outcome.failure and one.outcome.failure.kind is FailureKind.VERIFIER
         assert "no verdict in 0.5 s" in one.outcome.failure.message
@@ -296,15 +296,15 @@ async def test_what_was_handed_in_is_graded_by_a_collector_that_comes_later(tmp_
         launches.append(rollout.session_id)
         return await hand_in(task, rollout)
 
-    async with court(tmp_path, agent, never) as (bench, verifiers):
+    async with verified_collection(tmp_path, agent, never) as (b, verifiers):
         plan = {"deliver": "gateway", "separate_verifier": True, "retries": {}}
-        dying = asyncio.create_task(bench.collect(**plan, verifiers=verifiers))
+        dying = asyncio.create_task(b.collect(**plan, verifiers=verifiers))
         async with asyncio.timeout(60):
             while len(grading) < 2:
                 await asyncio.sleep(0.02)
         dying.cancel()
         await asyncio.gather(dying, return_exceptions=True)
         async with InlineRuntime(half) as others:
-            groups = await bench.collect(**plan, verifiers=others)
+            groups = await b.collect(**plan, verifiers=others)
     assert [one.outcome.reward for group in groups for one in group.finished] == [0.5, 0.5]
     assert len(launches) == 2

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.orchestrator.test_verifier import court, half, hand_in
+from tests.orchestrator.test_verifier import half, hand_in, verified_collection
 
 from afield.runtimes.process import ProcessRuntime
 from afield.runtimes.sandbox import SandboxRuntime
@@ -51,10 +51,13 @@ async def test_a_verifier_that_raises_dies_or_hangs_is_followed_by_one_that_grad
         "verifier_timeout_s": 5.0,
         "attempt_timeout_s": 50.0,
     }
-    async with court(tmp_path, hand_in, half) as (bench, _), place(tmp_path / "logs") as verifiers:
-        groups = await bench.collect(**plan, verifiers=verifiers, retries={FailureKind.VERIFIER: 3})
+    async with (
+        verified_collection(tmp_path, hand_in, half) as (b, _),
+        place(tmp_path / "logs") as verifiers,
+    ):
+        groups = await b.collect(**plan, verifiers=verifiers, retries={FailureKind.VERIFIER: 3})
         (one,) = groups[0].finished
-        state = await bench.up.client.state(one.outcome.session_id)
+        state = await b.up.client.state(one.outcome.session_id)
         left = [live for live in await verifiers.list() if live.phase in ("starting", "running")]
     assert (one.outcome.reward, one.attempts, len(one.turns)) == (0.5, 1, 1)
     assert [attempt.n for attempt in verifiers.launched] == [1, 1001, 2001, 3001]
@@ -73,8 +76,11 @@ async def test_verifiers_that_all_break_are_told_as_the_verifiers_failure(
         "quorum": 1,
         "attempt_timeout_s": 50.0,
     }
-    async with court(tmp_path, hand_in, half) as (bench, _), place(tmp_path / "logs") as verifiers:
-        groups = await bench.collect(**plan, verifiers=verifiers, retries={FailureKind.VERIFIER: 1})
+    async with (
+        verified_collection(tmp_path, hand_in, half) as (b, _),
+        place(tmp_path / "logs") as verifiers,
+    ):
+        groups = await b.collect(**plan, verifiers=verifiers, retries={FailureKind.VERIFIER: 1})
     (one,) = groups[0].finished
     failure = one.outcome.failure
     assert failure and failure.kind is FailureKind.VERIFIER and one.attempts == 1

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from afield.errors import UsageError
 from afield.ratelimit import Limiter, LocalLimiter, RateLimits, SharedLimiter, Unlimited
 from afield.ratelimit.controller import BURST_S, RateController
-from afield.ratelimit.shared import LEASE_S
 from support.paths import TESTS
 from support.virtual_time import run
 
+LEASE_S = 2.0  # of the launch slots of several processes
 SHARING = TESTS / "support" / "shared_limiter_process.py"
 
 
@@ -375,7 +375,7 @@ def launched(
 @pytest.mark.parametrize(
     ("server", "jitter_s"), [("bucket", 0.02), ("bucket", 0.1), ("window", 0.02), ("window", 0.04)]
 )
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_thousand_launches_reach_the_servers_rate_and_are_hardly_refused(
     limited: Callable[[RateLimits], Limiter], server: str, jitter_s: float, seed: int
 ) -> None:
@@ -537,8 +537,8 @@ def test_refused_stops_slow_down_stops_alone_where_they_have_their_own_rate(
 # --- several processes ---------------------------------------------------------------------------
 
 
-def sharing(path: Path, rate: float, places: int, seconds: float, hold_s: float) -> subprocess.Popen[str]:
-    arguments = map(str, (SHARING, path, rate, places, seconds, hold_s))
+def sharing(path: Path, rate: float, starting: int, seconds: float, hold_s: float) -> subprocess.Popen[str]:
+    arguments = map(str, (SHARING, path, rate, starting, seconds, hold_s, LEASE_S))
     return subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True)
 
 
@@ -557,13 +557,13 @@ def most_at_once(launches: list[tuple[float, float]]) -> int:
 
 
 def test_four_processes_share_one_rate_and_one_set_of_places(tmp_path: Path) -> None:
-    others = [sharing(tmp_path / "limiter", 40, 12, 5, 0.2) for _ in range(4)]
+    others = [sharing(tmp_path / "limiter", 40, 12, 3, 0.2) for _ in range(4)]
     said = [spans(one.communicate(timeout=60)[0]) for one in others]
     assert all(one.returncode == 0 for one in others)
     launches = [(began, ended) for one in said for began, ended in one if ended is not None]
     began = sorted(at for at, _ in launches)
     # Each process has its share, all of them together the rate.
-    assert all(len(one) >= 20 for one in said), [len(one) for one in said]
+    assert all(len(one) >= 12 for one in said), [len(one) for one in said]
     assert len(began) / (began[-1] - began[0]) >= 0.8 * 40
     # Timers of a busy machine are late now and then.
     assert_within(began, 40, slack_s=0.5)
@@ -581,12 +581,12 @@ def test_the_places_of_a_killed_process_come_free_within_seconds(tmp_path: Path)
         async with asyncio.timeout(60), limiter.launch_slot():
             return time.monotonic()
 
-    with closing(SharedLimiter(RateLimits(rate_per_s=1000, starting=3), path)) as limiter:
+    with closing(SharedLimiter(RateLimits(rate_per_s=1000, starting=3), path, lease_s=LEASE_S)) as limiter:
 
         async def main() -> float:
             launching = asyncio.create_task(launch(limiter))
             # Longer than a lease: a living process keeps its places.
-            await asyncio.sleep(LEASE_S + 1.5)
+            await asyncio.sleep(1.5 * LEASE_S)
             assert not launching.done()
             victim.kill()
             killed = time.monotonic()

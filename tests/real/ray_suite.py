@@ -29,7 +29,7 @@ from afield.types import Attempt, FailureKind, Reason, Task
 from agents.places import ACTING, AGENTS, BOUND_S, Place, Spec, alive, until
 from agents.sink import Sink
 from support.gateways import running
-from support.in_process_collection import YES, Bench
+from support.in_process_collection import YES, Collection
 from support.ray_env import made
 
 pytestmark = [pytest.mark.real, pytest.mark.anyio]
@@ -160,16 +160,16 @@ async def test_rollouts_of_a_lost_node_finish_on_the_other(cluster: Cluster, tmp
     transport = FilesTransport(tmp_path / "outcomes")
     engine = ScriptedEngine(lambda _: YES)
     async with running(engine, tmp_path / "gateway") as up, transport, runtime:
-        with RunState(tmp_path / "ledger.sqlite") as ledger:
-            bench = Bench(tmp_path, up, transport, ledger, runtime)
+        with RunState(tmp_path / "run_state.sqlite") as run_state:
+            bench = Collection(tmp_path, up, transport, run_state, runtime)
             lost_one = tmp_path / "lost"
             task = Task("t", {"marks": str(marks), "until": str(lost_one)})
             async with (
-                bench.conducting(rollouts=8, launch_timeout_s=300.0) as (plan, conductor),
+                bench.runner(rollouts=8, launch_timeout_s=300.0) as (plan, runner),
                 anyio.create_task_group() as group,
             ):
                 group.start_soon(_lose_one, cluster, marks, bench, lost_one)
-                collector = GroupRunner(plan, conductor, bench.spool)
+                collector = GroupRunner(plan, runner, bench.rollout_store)
                 (grouped,) = await collector.collect([GroupSpec("exp-e0-t", task, 0)])
     assert [f.outcome.reward for f in grouped.finished] == [1.0] * 8
     lost = [outcome.failure for outcome, retried in bench.seen.ended if outcome.failure and retried]
@@ -179,7 +179,7 @@ async def test_rollouts_of_a_lost_node_finish_on_the_other(cluster: Cluster, tmp
     cluster.add_node(num_cpus=1, **NODE)
 
 
-async def _lose_one(cluster: Cluster, marks: Path, bench: Bench, lost_one: Path) -> None:
+async def _lose_one(cluster: Cluster, marks: Path, bench: Collection, lost_one: Path) -> None:
     """One of the two, as soon as all rollouts run; the others end when those there are known to be lost."""
     await until(lambda: marks.exists() and len(marks.read_text().split()) == 8)
     (node,) = cluster.worker_nodes

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from tests.cli.test_sessions import dead
-from tests.orchestrator.test_verifier import half, hand_in, judged
+from tests.orchestrator.test_verifier import half, hand_in, verified
 from tests.runtimes.test_agentcore import opened, serving
 from tests.runtimes.test_registry import Elsewhere
 
@@ -47,7 +47,7 @@ from afield.types import Attempt, Rollout, Task
 from agents.places import ACTING, Place
 from agents.sink import Sink
 from support.gateways import POLICY
-from support.in_process_collection import bench, good
+from support.in_process_collection import collection, good
 from support.kubernetes import fake_kube, placed
 from support.sandboxes import needs_bubblewrap, supervisor_of
 
@@ -73,7 +73,7 @@ async def test_a_launch_that_waits_for_a_place_starts_nothing_once_the_runtime_c
             await place.launch({"do": "beat"}, "first")
             waiting = asyncio.create_task(place.launch({"do": "beat"}, "second"))
             await asyncio.sleep(0.2)
-            waiting.cancel()  # As a conductor does that is closed; the launch itself goes on.
+            waiting.cancel()  # As a runner does that is closed; the launch itself goes on.
         await asyncio.sleep(1.0)
         await sink.until_quiet("beat")
         assert sink.told("beat", "second.1") == []
@@ -125,15 +125,15 @@ class Unsure(InlineRuntime):
 
 
 async def test_a_place_that_cannot_be_asked_after_a_restart_does_not_end_the_run(tmp_path: Path) -> None:
-    async with bench(tmp_path, good) as b:
-        b.ledger.begin_attempt(Attempt("r", 1))
-        wish = Rollout(id="r", exp_id="exp", group_id="g", task=Task("t0", {"n": 0}))
+    async with collection(tmp_path, good) as b:
+        b.run_state.begin_attempt(Attempt("r", 1))
+        spec = Rollout(id="r", exp_id="exp", group_id="g", task=Task("t0", {"n": 0}))
         async with (
             Unsure(good, deliver=b.transport.deliver) as unsure,
-            b.conducting(runtime=unsure) as (_, conductor),
+            b.runner(runtime=unsure) as (_, runner),
         ):
-            note = await conductor.run(wish)
-    assert note.outcome.reward == 1.0 and note.outcome.attempt == 2
+            summary = await runner.run(spec)
+    assert summary.outcome.reward == 1.0 and summary.outcome.attempt == 2
 
 
 @contextmanager
@@ -240,7 +240,7 @@ async def test_verifiers_take_no_turns_of_the_agents(tmp_path: Path) -> None:
                 yield
 
     limiter = Counting()
-    finished, _ = await judged(tmp_path, hand_in, half, limiter=limiter)
+    finished, _ = await verified(tmp_path, hand_in, half, limiter=limiter)
     assert [one.outcome.reward for one in finished] == [0.5, 0.5]
     assert limiter.launches == 2
 

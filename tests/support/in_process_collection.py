@@ -26,7 +26,7 @@ YES = ScriptedReply(token_ids=(*VOCAB.encode("Yes."), VOCAB.id_of("<|im_end|>") 
 
 
 class Seen:
-    """A watcher that remembers."""
+    """Observer that records what it is told."""
 
     def __init__(self) -> None:
         self.ended: list[tuple[Outcome, bool]] = []
@@ -39,48 +39,50 @@ class Seen:
         self.finished.append(result)
 
 
-class Bench:
-    """Everything a collector needs, real and in one process."""
+class Collection:
+    """Components of rollout collection, real and in one process."""
 
     def __init__(
-        self, place: Path, up: Running, transport: Transport, ledger: RunState, runtime: Runtime
+        self, place: Path, up: Running, transport: Transport, run_state: RunState, runtime: Runtime
     ) -> None:
-        self.spool = RolloutStore(place / "spool")
+        self.rollout_store = RolloutStore(place / "rollout_store")
         self.up = up
         self.transport = transport
-        self.ledger = ledger
+        self.run_state = run_state
         self.runtime = runtime
         self.seen = Seen()
 
     @asynccontextmanager
-    async def conducting(self, **plan: Any) -> AsyncIterator[tuple[RolloutConfig, RolloutRunner]]:
-        """Values of the plan, of its deadlines, and parts in place of the usual ones, all by name."""
+    async def runner(self, **options: Any) -> AsyncIterator[tuple[RolloutConfig, RolloutRunner]]:
+        """Start a runner; `options` are fields of RolloutConfig and Deadlines, and components, by name."""
         names = ("gateway", "runtime", "transport", "limiter", "run_state", "verifiers")
-        parts = {k: plan.pop(k) for k in names if k in plan}
-        late = {k: plan.pop(k) for k in list(plan) if k in Deadlines.__struct_fields__}
-        deadlines = Deadlines(**{"attempt_timeout_s": 30.0, "upload_timeout_s": 0.5, **late})
-        values = RolloutConfig(
-            **{"exp_id": "exp", "model_id": "m", "rollouts": 2, "deadlines": deadlines, **plan}
+        parts = {k: options.pop(k) for k in names if k in options}
+        limits = {k: options.pop(k) for k in list(options) if k in Deadlines.__struct_fields__}
+        deadlines = Deadlines(**{"attempt_timeout_s": 30.0, "upload_timeout_s": 0.5, **limits})
+        config = RolloutConfig(
+            **{"exp_id": "exp", "model_id": "m", "rollouts": 2, "deadlines": deadlines, **options}
         )
-        usual = {"gateway": self.up.client, "runtime": self.runtime, "transport": self.transport}
-        usual |= {"run_state": self.ledger, "observer": self.seen, "rollout_store": self.spool}
-        async with asyncio.timeout(60), RolloutRunner(values, **{**usual, **parts}) as conductor:
-            yield values, conductor
+        defaults = {"gateway": self.up.client, "runtime": self.runtime, "transport": self.transport}
+        defaults |= {"run_state": self.run_state, "observer": self.seen, "rollout_store": self.rollout_store}
+        async with asyncio.timeout(60), RolloutRunner(config, **{**defaults, **parts}) as runner:
+            yield config, runner
 
-    async def collect(self, tasks: int = 1, **plan: Any) -> list[Group]:
-        wishes = [GroupSpec(f"exp-e0-t{i}", Task(f"t{i}", {"n": i}), 0) for i in range(tasks)]
-        async with self.conducting(**plan) as (values, conductor):
-            return await GroupRunner(values, conductor, self.spool).collect(wishes)
+    async def collect(self, tasks: int = 1, **options: Any) -> list[Group]:
+        specs = [GroupSpec(f"exp-e0-t{i}", Task(f"t{i}", {"n": i}), 0) for i in range(tasks)]
+        async with self.runner(**options) as (config, runner):
+            return await GroupRunner(config, runner, self.rollout_store).collect(specs)
 
 
 @asynccontextmanager
-async def bench(tmp_path: Path, agent: Callable[..., Any], script: Any = None) -> AsyncIterator[Bench]:
+async def collection(
+    tmp_path: Path, agent: Callable[..., Any], script: Any = None
+) -> AsyncIterator[Collection]:
     engine = ScriptedEngine(script or (lambda _: YES))
     transport = MemoryTransport()
     runtime = InlineRuntime(agent, deliver=transport.deliver)
     async with running(engine, tmp_path / "gateway") as up, transport, runtime:
-        with RunState(tmp_path / "ledger.sqlite") as ledger:
-            yield Bench(tmp_path, up, transport, ledger, runtime)
+        with RunState(tmp_path / "run_state.sqlite") as run_state:
+            yield Collection(tmp_path, up, transport, run_state, runtime)
 
 
 def waiting(rollout_id: str, n: int = 1) -> PendingAttempt:

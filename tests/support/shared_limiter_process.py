@@ -1,6 +1,7 @@
-"""One process of several that share a limiter: it launches and says when, until it is killed or done.
+"""Process that shares a limiter with others and prints its launches, until it is killed or done.
 
-`python sharing.py FILE RATE PLACES SECONDS HOLD_S`: one JSON line per launch, with its begin and end.
+`python shared_limiter_process.py FILE RATE STARTING SECONDS HOLD_S LEASE_S` prints one JSON line at the begin
+and one at the end of each launch.
 """
 
 import asyncio
@@ -13,9 +14,9 @@ from pathlib import Path
 from afield.ratelimit import RateLimits, SharedLimiter
 
 
-async def main(path: Path, pace: RateLimits, seconds: float, hold_s: float) -> None:
+async def main(path: Path, limits: RateLimits, seconds: float, hold_s: float, lease_s: float) -> None:
     end = time.time() + seconds
-    with closing(SharedLimiter(pace, path)) as limiter:
+    with closing(SharedLimiter(limits, path, lease_s=lease_s)) as limiter:
 
         async def launching() -> None:
             while time.time() < end:
@@ -34,6 +35,6 @@ async def main(path: Path, pace: RateLimits, seconds: float, hold_s: float) -> N
 
 
 if __name__ == "__main__":
-    file, rate, places, seconds, hold_s = sys.argv[1:]
-    pace = RateLimits(rate_per_s=float(rate), starting=int(places))
-    asyncio.run(main(Path(file), pace, float(seconds), float(hold_s)))
+    file, rate, starting, seconds, hold_s, lease_s = sys.argv[1:]
+    limits = RateLimits(rate_per_s=float(rate), starting=int(starting))
+    asyncio.run(main(Path(file), limits, float(seconds), float(hold_s), float(lease_s)))

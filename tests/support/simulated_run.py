@@ -1,8 +1,8 @@
-"""A whole training run in simulated time, with a verifier, around parts that a script makes faulty.
+"""A training run in simulated time, with a verifier and components that a script makes faulty.
 
-Real: conductor, collector, gatherer, learner, ledger, spool, run directory, the pool of engines and the
-transport. Small, and written here: the gateway's book of sessions, agents and verifiers that are tasks of the
-loop, a sandbox of files in memory, and a trainer that notes what it is given.
+Real: rollout runner, group scheduler, training loop, run state, rollout store, run directory, engine pool and
+transport. Written here: a gateway in memory, agents and verifiers as tasks of the event loop, a sandbox in
+memory, and a trainer that records its groups.
 """
 
 from __future__ import annotations
@@ -272,8 +272,8 @@ class SmallGateway:
 
     async def finalize(self, session_id: str) -> SessionRecord:
         session = self._session(session_id)
-        withheld = {turn.id: session.phase for turn in session.turns} if session.phase == "aborted" else {}
-        built = trajectories.linear(TurnTree(session.turns), withheld)
+        excluded = {turn.id: session.phase for turn in session.turns} if session.phase == "aborted" else {}
+        built = trajectories.linear(TurnTree(session.turns), excluded)
         return SessionRecord(
             trajectories=built.trajectories, excluded=built.excluded, turns=tuple(session.turns)
         )
@@ -523,39 +523,41 @@ class Parts:
 
 
 async def run(place: Path, parts: Parts, **values: Any) -> Result:
-    """From wherever the run directory is, to its last step. Raises what ends the run."""
+    """Run from the state of the run directory to the last step. Raises what ends the run."""
     record, told = RunDirectory(place), Told()
-    chosen = plan(**values)
+    config = plan(**values)
     tasks = [Task(f"t{n}", {}) for n in range(TASKS)]
     schedule = Schedule(tasks, EXP, 0, shuffle=False)
     window = StalenessWindow(mode="sync", groups=TASKS, batch=BATCH)
-    spool = RolloutStore(record.rollout_store)
-    places = {"gateway": parts.gateway, "runtime": parts.agents, "transport": parts.transport}
-    with RunState(record.run_state) as ledger:
-        conductor = RolloutRunner(
-            chosen, **places, run_state=ledger, rollout_store=spool, observer=told, verifiers=parts.verifiers
+    with RunState(record.run_state) as run_state:
+        stores: dict[str, Any] = {"run_state": run_state, "rollout_store": RolloutStore(record.rollout_store)}
+        rollout_runner = RolloutRunner(
+            config,
+            gateway=parts.gateway,
+            runtime=parts.agents,
+            transport=parts.transport,
+            observer=told,
+            verifiers=parts.verifiers,
+            **stores,
         )
-        learner = TrainingLoop(
+        training_loop = TrainingLoop(
             window,
             LoopConfig(policy="policy"),
             epoch_of=schedule.epoch,
             trainer=parts.trainer,
             gateway=parts.gateway,
-            run_state=ledger,
-            rollout_store=spool,
             run=record,
             on_step=lambda _: None,
+            **stores,
         )
         async with parts.pool, parts.transport, parts.agents, parts.verifiers:
             try:
-                async with conductor:
-                    collector = GroupRunner(chosen, conductor, spool)
-                    gatherer = GroupScheduler(
-                        window, schedule, group_runner=collector, run_state=ledger, rollout_store=spool
-                    )
-                    async with asyncio.TaskGroup() as halves:
-                        halves.create_task(gatherer.run())
-                        halves.create_task(learner.run())
+                async with rollout_runner:
+                    group_runner = GroupRunner(config, rollout_runner, stores["rollout_store"])
+                    scheduler = GroupScheduler(window, schedule, group_runner=group_runner, **stores)
+                    async with asyncio.TaskGroup() as tasks_of_run:
+                        tasks_of_run.create_task(scheduler.run())
+                        tasks_of_run.create_task(training_loop.run())
             finally:
                 await parts.inner.close()
     return result(record, told)

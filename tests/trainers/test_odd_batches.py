@@ -31,7 +31,7 @@ from afield.trainers.tinker import Objective, SampledReply, Tuner, supervised_ro
 from afield.trainers.tree_attention import TokenTree, tree_pass
 from afield.trajectories import linear
 from afield.types import FailureKind, Message, Reason, Rollout, RolloutResult, Sampling, Task, ToolCall
-from support.in_process_collection import ask_model, bench
+from support.in_process_collection import ask_model, collection
 from support.tiny_model import build_tiny_model
 from support.training_groups import finished, forest, group, group_of
 
@@ -86,11 +86,11 @@ async def test_a_reward_of_no_turn_is_the_failure_of_its_rollout(
         await ask_model(context)
         return {"reward": 1.0, "turn_rewards": named}
 
-    async with bench(tmp_path, agent) as b, b.conducting(retries={FailureKind.VERIFIER: 1}) as (_, conductor):
-        note = await conductor.run(rollout())
-        assert b.spool.get("r").outcome == note.outcome
-    failure = note.outcome.failure
-    assert note.attempts == 2 and note.outcome.reward is None and not note.outcome.turn_rewards
+    async with collection(tmp_path, agent) as b, b.runner(retries={FailureKind.VERIFIER: 1}) as (_, runner):
+        summary = await runner.run(rollout())
+        assert b.rollout_store.get("r").outcome == summary.outcome
+    failure = summary.outcome.failure
+    assert summary.attempts == 2 and summary.outcome.reward is None and not summary.outcome.turn_rewards
     assert failure and failure.kind is FailureKind.VERIFIER and failure.reason is Reason.REWARD
     assert says in failure.message
 
@@ -102,10 +102,10 @@ async def test_a_rollout_without_a_reward_that_is_weighed_fails_alone(tmp_path: 
         second = context.session_id.endswith(".2")
         return {"reward": 1.0, "rewards": {"answer": 1.0, **({"style": 0.5} if second else {})}}
 
-    async with bench(tmp_path, agent) as b, b.conducting(rewards=("answer", "style")) as (_, conductor):
-        note = await conductor.run(rollout())
-        (first, _) = b.ledger.attempts("r")
-    assert note.outcome.reward == 1.0 and note.attempts == 2
+    async with collection(tmp_path, agent) as b, b.runner(rewards=("answer", "style")) as (_, runner):
+        summary = await runner.run(rollout())
+        (first, _) = b.run_state.attempts("r")
+    assert summary.outcome.reward == 1.0 and summary.attempts == 2
     assert first.failure and "has no reward named 'style'; it has: answer" in first.failure.message
 
 
@@ -351,9 +351,9 @@ def test_an_export_has_the_weighed_rewards_that_a_run_was_trained_on(tmp_path: P
     run.config.write_text('{"learn": {"rewards": {"answer": 1.0, "style": 0.5}}}')
     run.write_rollouts(1, [named(7.0, answer=1.0, style=1.0), named(8.0, answer=0.0, style=0.0)])
     run.append_metrics({"step": 1, "dropped_groups": {}})
-    with RunState(run.run_state) as ledger:
-        ledger.begin_group("exp-e0-t", 0, 0)
-        ledger.complete_group("exp-e0-t", ["exp-e0-t-7", "exp-e0-t-8"], None, None)
+    with RunState(run.run_state) as run_state:
+        run_state.begin_group("exp-e0-t", 0, 0)
+        run_state.complete_group("exp-e0-t", ["exp-e0-t-7", "exp-e0-t-8"], None, None)
     assert main(["export", str(run.path), "--out", str(tmp_path / "batch.jsonl")]) == 0
     batch = read_jsonl(tmp_path / "batch.jsonl")
     assert [record.score for record in batch.rollouts] == [1.5, 0.0]

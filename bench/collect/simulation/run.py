@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
@@ -122,32 +123,31 @@ async def _simulate(setting: Setting, record: RunDirectory, transport: Transport
     runtime = SimulatedRuntime(setting.habits, setting.seed, gateway, transport)
     trainer = SimulatedTrainer(setting.step_s, engine, loop.spend)
     counting = Counting()
-    plan, spool, schedule = plan_of(setting), RolloutStore(record.rollout_store), schedule_of(setting)
+    config, schedule = config_of(setting), schedule_of(setting)
     window = StalenessWindow(
         mode=setting.mode, groups=setting.groups, batch=setting.batch, staleness=setting.staleness
     )
-    with RunState(record.run_state) as ledger:
-        parts = {"gateway": gateway, "runtime": runtime, "transport": transport}
-        conductor = RolloutRunner(plan, **parts, run_state=ledger, rollout_store=spool, observer=counting)
-        learner = TrainingLoop(
+    with RunState(record.run_state) as run_state:
+        stores: dict[str, Any] = {"run_state": run_state, "rollout_store": RolloutStore(record.rollout_store)}
+        rollout_runner = RolloutRunner(
+            config, gateway=gateway, runtime=runtime, transport=transport, observer=counting, **stores
+        )
+        training_loop = TrainingLoop(
             window,
             LoopConfig(policy="policy"),
             epoch_of=schedule.epoch,
             trainer=trainer,
             gateway=gateway,
-            run_state=ledger,
-            rollout_store=spool,
             run=record,
             on_step=lambda line: on_step(line, record, trainer),
+            **stores,
         )
-        async with transport, runtime, conductor:
-            collector = GroupRunner(plan, conductor, spool)
-            gatherer = GroupScheduler(
-                window, schedule, group_runner=collector, run_state=ledger, rollout_store=spool
-            )
-            async with asyncio.TaskGroup() as halves:
-                halves.create_task(gatherer.run())
-                halves.create_task(learner.run())
+        async with transport, runtime, rollout_runner:
+            group_runner = GroupRunner(config, rollout_runner, stores["rollout_store"])
+            scheduler = GroupScheduler(window, schedule, group_runner=group_runner, **stores)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(scheduler.run())
+                tasks.create_task(training_loop.run())
             seconds = loop.time()
     return result_of(setting, seconds, runtime, trainer, counting.cut)
 
@@ -156,7 +156,7 @@ def schedule_of(setting: Setting) -> Schedule:
     return Schedule([Task(f"t{n}", {}) for n in range(setting.groups)], "sim", setting.seed)
 
 
-def plan_of(setting: Setting) -> RolloutConfig:
+def config_of(setting: Setting) -> RolloutConfig:
     return RolloutConfig(
         exp_id="sim",
         model_id="policy",

@@ -32,7 +32,9 @@ from afield.settings.environment import Environment
 
 POLL_S = 0.5
 """Interval between checks for a new controller, in seconds."""
-DIRECTORIES = ("rollouts", "checkpoints", "weights", "spool", "gateway", "outcomes", "logs", "validation")
+DIRECTORIES = (
+    *("rollouts", "rollout_store", "checkpoints", "weights", "gateway", "outcomes", "logs", "validation"),
+)
 """Directories of a run whose sizes are shown."""
 KEPT_STEPS = 3
 """Newest steps whose rollouts `--rollouts` keeps."""

@@ -32,7 +32,7 @@ HIDDEN_PROC = "/.hidden"
 EMPTY = "/.empty"
 PYTHON = (sys.prefix, sys.base_prefix)
 # Files that mark a directory as afield's own state, which is always hidden.
-STATE_FILES = ("gateway.sqlite", "hints.sqlite", "ledger.sqlite", "run.json")
+STATE_FILES = ("gateway.sqlite", "hints.sqlite", "run_state.sqlite", "run.json")
 LINKED = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 # Entries of /etc that programs need; none contains secrets.
 ETC = (

@@ -356,8 +356,8 @@ class RunDirectory:
           checkpoints/      step-0001/: weights, optimizer and random state; the newest few are kept
           weights/          v1/: weights as engines load them
           validation/       step-0010.jsonl: rollouts of a validation; validation.jsonl has a line for each
-          ledger.sqlite     RunState: attempts, ended rollouts, groups, rollouts that each step trained
-          spool/            RolloutStore: finished rollouts until a step has taken them
+          run_state.sqlite  RunState: attempts, ended rollouts, groups, rollouts that each step trained
+          rollout_store/    RolloutStore: finished rollouts until a step has taken them
           sessions.sqlite   sessions that run now, and where
           gateway/ outcomes/ logs/ verifiers/
           summary.json rewards.png
@@ -385,11 +385,11 @@ class RunDirectory:
 
     @property
     def run_state(self) -> Path:
-        return self.path / "ledger.sqlite"
+        return self.path / "run_state.sqlite"
 
     @property
     def rollout_store(self) -> Path:
-        return self.path / "spool"
+        return self.path / "rollout_store"
 
     @property
     def limiter(self) -> Path:

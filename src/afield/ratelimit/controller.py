@@ -82,10 +82,10 @@ class RateLimits(Struct, frozen=True, kw_only=True):
 class Rates:
     """Rates of launches and stops; `apart` means that stops have their own."""
 
-    def __init__(self, pace: RateLimits) -> None:
-        self.launch = pace.rate_per_s
-        self.apart = pace.stop_per_s is not None
-        self.stop = pace.stop_per_s if self.apart else pace.rate_per_s
+    def __init__(self, limits: RateLimits) -> None:
+        self.launch = limits.rate_per_s
+        self.apart = limits.stop_per_s is not None
+        self.stop = limits.stop_per_s if self.apart else limits.rate_per_s
 
 
 class RateController(Struct):

@@ -29,31 +29,31 @@ class Limiter(Protocol):
 class LocalLimiter:
     """Limiter of one event loop. A cancelled wait uses up at most its own call."""
 
-    def __init__(self, pace: RateLimits) -> None:
-        self.pace = pace
-        self._places = pace.max_launching
-        self._beats = Rates(pace)
+    def __init__(self, limits: RateLimits) -> None:
+        self.limits = limits
+        self._max_launching = limits.max_launching
+        self._rates = Rates(limits)
         self._launching = RateController()
-        self._stopping = RateController() if self._beats.apart else self._launching
-        self._under_way = 0
-        self._room = asyncio.Event()
+        self._stopping = RateController() if self._rates.apart else self._launching
+        self._launching_now = 0
+        self._slot_freed = asyncio.Event()
         # Held by the head of a queue while it waits; asyncio locks are FIFO.
         self._launches, self._calls = asyncio.Lock(), asyncio.Lock()
 
     @property
     def rate_per_s(self) -> float | None:
         """Current launch rate; None before a rate is configured or learned."""
-        return self._launching.rate(_now(), self._beats.launch)
+        return self._launching.rate(_now(), self._rates.launch)
 
     @asynccontextmanager
     async def launch_slot(self) -> AsyncIterator[None]:
         async with self._launches:
-            while self._places is not None and self._under_way >= self._places:
-                self._room.clear()
-                await self._room.wait()
-            self._under_way += 1
+            while self._max_launching is not None and self._launching_now >= self._max_launching:
+                self._slot_freed.clear()
+                await self._slot_freed.wait()
+            self._launching_now += 1
             try:
-                await _turn(self._launching, self._beats.launch)
+                await _wait_for_turn(self._launching, self._rates.launch)
             except asyncio.CancelledError:
                 self._leave()
                 raise
@@ -65,18 +65,18 @@ class LocalLimiter:
     @asynccontextmanager
     async def call_slot(self) -> AsyncIterator[None]:
         async with self._calls:
-            await _turn(self._stopping, self._beats.stop)
+            await _wait_for_turn(self._stopping, self._rates.stop)
         yield
 
     def slow_down(self, retry_after_s: float | None, *, stop: bool = False) -> None:
         if stop:
-            self._stopping.cut(_now(), self._beats.stop, retry_after_s)
+            self._stopping.cut(_now(), self._rates.stop, retry_after_s)
         else:
-            self._launching.cut(_now(), self._beats.launch, retry_after_s)
+            self._launching.cut(_now(), self._rates.launch, retry_after_s)
 
     def _leave(self) -> None:
-        self._under_way -= 1
-        self._room.set()
+        self._launching_now -= 1
+        self._slot_freed.set()
 
 
 class Unlimited(LocalLimiter):
@@ -86,13 +86,13 @@ class Unlimited(LocalLimiter):
         super().__init__(RateLimits())
 
 
-async def _turn(rhythm: RateController, given: float | None) -> None:
-    due = rhythm.reserve(_now(), given)
+async def _wait_for_turn(controller: RateController, given: float | None) -> None:
+    due = controller.reserve(_now(), given)
     while (rest := due - _now()) > TICK_S:
         await asyncio.sleep(rest)
-        if rhythm.paused_until > due:
-            due = rhythm.reserve(_now(), given)
-    rhythm.late(due, _now(), given)
+        if controller.paused_until > due:
+            due = controller.reserve(_now(), given)
+    controller.late(due, _now(), given)
 
 
 def _now() -> float:

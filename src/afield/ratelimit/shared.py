@@ -2,7 +2,7 @@
 
 1. Each process has its own two queues; their heads reserve the next call in the file and sleep until then.
 2. A launch slot is a lease that its process renews. Slots of a killed process, or of one whose event loop
-   was blocked, become free after `LEASE_S`.
+   was blocked, become free after `lease_s`.
 3. Transactions run on the event loop and never wait for a lock: they are retried after a short sleep.
 4. Times are those of the wall clock, which the processes share.
 """
@@ -25,9 +25,8 @@ from afield.ratelimit.controller import TICK_S, RateController, RateLimits, Rate
 from afield.sqlite import Database, DatabaseBusy, retry_while_busy
 
 LEASE_S = 5.0
-"""Seconds after which a launch slot that is not renewed becomes free."""
-RENEW_S = 1.0
-"""Seconds between two renewals of held launch slots."""
+RENEWALS = 5
+"""Renewals of a held launch slot per lease."""
 LOOK_S = 0.1
 """Seconds between two tries for a launch slot."""
 BUSY_S = 0.002
@@ -35,24 +34,35 @@ BUSY_S = 0.002
 LATE_S = 0.005
 """Delay of a call, in seconds, above which it is written to the file."""
 T = TypeVar("T")
-Beat = tuple[str, float | None]
+CallKind = tuple[str, float | None]
 """Kind of call (launch or stop) and its configured rate."""
 
 SCHEMA = """
-CREATE TABLE IF NOT EXISTS rhythms (kind TEXT PRIMARY KEY, state BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS places (id INTEGER PRIMARY KEY, until REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS controllers (kind TEXT PRIMARY KEY, state BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS launch_slots (id INTEGER PRIMARY KEY, until REAL NOT NULL);
 """
 
 
 class SharedLimiter:
-    """Limiter for the processes of one machine that share the file at `path`. Call `close` when done."""
+    """Limiter for the processes of one machine that share the file at `path`. Call `close` when done.
 
-    def __init__(self, pace: RateLimits, path: Path, *, clock: Callable[[], float] = time.time) -> None:
-        self.pace = pace
-        self._places = pace.max_launching
-        beats = Rates(pace)
-        self._launching = ("launch", beats.launch)
-        self._stopping = ("stop", beats.stop) if beats.apart else self._launching
+    A launch slot that is not renewed for `lease_s` seconds becomes free.
+    """
+
+    def __init__(
+        self,
+        limits: RateLimits,
+        path: Path,
+        *,
+        lease_s: float = LEASE_S,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.limits = limits
+        self._lease_s = lease_s
+        self._max_launching = limits.max_launching
+        rates = Rates(limits)
+        self._launching = ("launch", rates.launch)
+        self._stopping = ("stop", rates.stop) if rates.apart else self._launching
         self._clock = clock
         self._db = Database(
             path,
@@ -67,8 +77,8 @@ class SharedLimiter:
         self._held: set[int] = set()
         # Changes that wait for another process's transaction to end.
         self._returned: list[int] = []
-        self._refusals: list[tuple[Beat, float, float | None]] = []
-        self._keeper: asyncio.Task[None] | None = None
+        self._refusals: list[tuple[CallKind, float, float | None]] = []
+        self._renewal: asyncio.Task[None] | None = None
         self._launches, self._calls = asyncio.Lock(), asyncio.Lock()
 
     def check(self) -> None:
@@ -78,29 +88,29 @@ class SharedLimiter:
 
     def close(self) -> None:
         """Close the file. Held launch slots become free when their leases end. Repeating is harmless."""
-        if self._keeper is not None:
-            self._keeper.cancel()
-            self._keeper = None
+        if self._renewal is not None:
+            self._renewal.cancel()
+            self._renewal = None
         self._db.close()
 
     @asynccontextmanager
     async def launch_slot(self) -> AsyncIterator[None]:
         async with self._launches:
-            place = await self._place()
+            slot = await self._slot()
             try:
-                await self._turn(self._launching)
+                await self._wait_for_turn(self._launching)
             except BaseException:
-                self._leave(place)
+                self._leave(slot)
                 raise
         try:
             yield
         finally:
-            self._leave(place)
+            self._leave(slot)
 
     @asynccontextmanager
     async def call_slot(self) -> AsyncIterator[None]:
         async with self._calls:
-            await self._turn(self._stopping)
+            await self._wait_for_turn(self._stopping)
         yield
 
     def slow_down(self, retry_after_s: float | None, *, stop: bool = False) -> None:
@@ -109,98 +119,100 @@ class SharedLimiter:
 
     # --- waiting ---------------------------------------------------------------------------------
 
-    async def _turn(self, beat: Beat) -> None:
-        due = await self._written(lambda db: self._reserve(db, beat))
+    async def _wait_for_turn(self, kind: CallKind) -> None:
+        due = await self._write_when_free(lambda db: self._reserve(db, kind))
         while (rest := due - self._clock()) > TICK_S:
             await asyncio.sleep(rest)
-            if (await self._written(lambda db: self._rhythm(db, beat))).paused_until > due:
-                due = await self._written(lambda db: self._reserve(db, beat))
+            if (await self._write_when_free(lambda db: self._controller(db, kind))).paused_until > due:
+                due = await self._write_when_free(lambda db: self._reserve(db, kind))
         if self._clock() - due > LATE_S:
-            await self._written(lambda db, due=due: self._late(db, beat, due))
+            await self._write_when_free(lambda db, due=due: self._late(db, kind, due))
 
-    async def _place(self) -> int | None:
-        if self._places is None:
+    async def _slot(self) -> int | None:
+        if self._max_launching is None:
             return None
-        while (place := await self._written(self._enter)) is None:
+        while (slot := await self._write_when_free(self._enter)) is None:
             await asyncio.sleep(LOOK_S * random.uniform(0.5, 1.5))
-        self._held.add(place)
-        self._keep_on()
-        return place
+        self._held.add(slot)
+        self._update_renewal()
+        return slot
 
-    def _leave(self, place: int | None) -> None:
-        if place is not None:
-            self._held.discard(place)
-            self._returned.append(place)
+    def _leave(self, slot: int | None) -> None:
+        if slot is not None:
+            self._held.discard(slot)
+            self._returned.append(slot)
             self._write_soon()
 
     def _write_soon(self) -> None:
         """Write pending changes now, or in the background if another process holds the lock."""
         with suppress(DatabaseBusy):
             self._write(lambda db: None)
-        self._keep_on()
+        self._update_renewal()
 
-    def _keep_on(self) -> None:
+    def _update_renewal(self) -> None:
         idle = not (self._held or self._returned or self._refusals)
-        if self._keeper is not None and (idle or self._keeper.done()):
-            self._keeper.cancel()
-            self._keeper = None
-        if self._keeper is None and not idle:
-            self._keeper = asyncio.get_running_loop().create_task(self._keep())
+        if self._renewal is not None and (idle or self._renewal.done()):
+            self._renewal.cancel()
+            self._renewal = None
+        if self._renewal is None and not idle:
+            self._renewal = asyncio.get_running_loop().create_task(self._renew_until_idle())
 
-    async def _keep(self) -> None:
+    async def _renew_until_idle(self) -> None:
         while self._held or self._returned or self._refusals:
-            await asyncio.sleep(BUSY_S if self._returned or self._refusals else RENEW_S)
-            await self._written(self._renew)
+            await asyncio.sleep(BUSY_S if self._returned or self._refusals else self._lease_s / RENEWALS)
+            await self._write_when_free(self._renew)
 
     # --- within a transaction ----------------------------------------------------------------------
 
-    def _reserve(self, db: sqlite3.Connection, beat: Beat) -> float:
-        rhythm = self._rhythm(db, beat)
-        due = rhythm.reserve(self._clock(), beat[1])
-        self._save(db, beat, rhythm)
+    def _reserve(self, db: sqlite3.Connection, kind: CallKind) -> float:
+        controller = self._controller(db, kind)
+        due = controller.reserve(self._clock(), kind[1])
+        self._save(db, kind, controller)
         return due
 
-    def _late(self, db: sqlite3.Connection, beat: Beat, due: float) -> None:
-        rhythm = self._rhythm(db, beat)
-        rhythm.late(due, self._clock(), beat[1])
-        self._save(db, beat, rhythm)
+    def _late(self, db: sqlite3.Connection, kind: CallKind, due: float) -> None:
+        controller = self._controller(db, kind)
+        controller.late(due, self._clock(), kind[1])
+        self._save(db, kind, controller)
 
     def _enter(self, db: sqlite3.Connection) -> int | None:
         now = self._clock()
         # Leases too far in the future come from a clock that was set back.
-        db.execute("DELETE FROM places WHERE until < ? OR until > ?", (now, now + 2 * LEASE_S))
-        (taken,) = db.execute("SELECT count(*) FROM places").fetchone()
-        if self._places is not None and taken >= self._places:
+        db.execute("DELETE FROM launch_slots WHERE until < ? OR until > ?", (now, now + 2 * self._lease_s))
+        (taken,) = db.execute("SELECT count(*) FROM launch_slots").fetchone()
+        if self._max_launching is not None and taken >= self._max_launching:
             return None
         # Random ids, so that a lost slot is never confused with a new one.
-        place = random.getrandbits(62)
-        db.execute("INSERT INTO places VALUES (?, ?)", (place, now + LEASE_S))
-        return place
+        slot = random.getrandbits(62)
+        db.execute("INSERT INTO launch_slots VALUES (?, ?)", (slot, now + self._lease_s))
+        return slot
 
     def _renew(self, db: sqlite3.Connection) -> None:
-        until = self._clock() + LEASE_S
-        db.executemany("INSERT OR REPLACE INTO places VALUES (?, ?)", [(p, until) for p in self._held])
+        until = self._clock() + self._lease_s
+        db.executemany("INSERT OR REPLACE INTO launch_slots VALUES (?, ?)", [(p, until) for p in self._held])
 
-    def _rhythm(self, db: sqlite3.Connection, beat: Beat) -> RateController:
-        row = db.execute("SELECT state FROM rhythms WHERE kind = ?", (beat[0],)).fetchone()
+    def _controller(self, db: sqlite3.Connection, kind: CallKind) -> RateController:
+        row = db.execute("SELECT state FROM controllers WHERE kind = ?", (kind[0],)).fetchone()
         return msgspec.msgpack.decode(row[0], type=RateController) if row else RateController()
 
-    def _save(self, db: sqlite3.Connection, beat: Beat, rhythm: RateController) -> None:
-        db.execute("INSERT OR REPLACE INTO rhythms VALUES (?, ?)", (beat[0], msgspec.msgpack.encode(rhythm)))
+    def _save(self, db: sqlite3.Connection, kind: CallKind, controller: RateController) -> None:
+        db.execute(
+            "INSERT OR REPLACE INTO controllers VALUES (?, ?)", (kind[0], msgspec.msgpack.encode(controller))
+        )
 
     # --- the file ----------------------------------------------------------------------------------
 
-    async def _written(self, work: Callable[[sqlite3.Connection], T]) -> T:
+    async def _write_when_free(self, work: Callable[[sqlite3.Connection], T]) -> T:
         return await retry_while_busy(lambda: self._write(work), interval_s=BUSY_S)
 
     def _write(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Run `work` and all pending changes in one transaction; raises DatabaseBusy."""
         with self._db.transaction() as db:
-            for beat, at, retry_after_s in self._refusals:
-                rhythm = self._rhythm(db, beat)
-                rhythm.cut(at, beat[1], retry_after_s)
-                self._save(db, beat, rhythm)
-            db.executemany("DELETE FROM places WHERE id = ?", [(place,) for place in self._returned])
+            for kind, at, retry_after_s in self._refusals:
+                controller = self._controller(db, kind)
+                controller.cut(at, kind[1], retry_after_s)
+                self._save(db, kind, controller)
+            db.executemany("DELETE FROM launch_slots WHERE id = ?", [(slot,) for slot in self._returned])
             result = work(db)
         self._refusals.clear()
         self._returned.clear()

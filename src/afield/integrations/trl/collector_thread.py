@@ -167,7 +167,7 @@ async def open_collector(
         )
         if config.gateway:
             await check_gateway(config, run, admin_key)
-        rollout_runner = await parts.conductor(gateway, runtimes, NullObserver())
+        rollout_runner = await parts.rollout_runner(gateway, runtimes, NullObserver())
         yield Collector(
             gateway=gateway,
             groups=GroupRunner(parts.rollout_config, rollout_runner, parts.rollout_store),
