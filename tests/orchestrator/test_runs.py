@@ -244,11 +244,11 @@ async def test_a_limiter_file_that_breaks_gives_its_place_back(tmp_path: Path) -
     async with limiter.launch_slot():
         pass
     with closing(sqlite3.connect(tmp_path / "limiter.sqlite", isolation_level=None)) as other:
-        other.execute("ALTER TABLE rhythms RENAME TO away")
+        other.execute("ALTER TABLE controllers RENAME TO away")
         with pytest.raises(UsageError, match="limiter"):
             async with limiter.launch_slot():
                 pass
-        other.execute("ALTER TABLE away RENAME TO rhythms")
+        other.execute("ALTER TABLE away RENAME TO controllers")
     async with asyncio.timeout(60), limiter.launch_slot():
         pass
     limiter.close()
