@@ -21,6 +21,8 @@ from afield.types import Attempt, FailureKind, Outcome, Rollout, Task
 from afield.wire import Hint, OutcomeRecord
 from agents.invoking import EXP, invocation, record
 
+TASK_IDS = ("a/b c", "..", ".", "commits", "late", "adopted", "ü" * 300, "x%2Fy", "../../../etc", "a+b")
+
 
 class Backend(Protocol):
     name: str
@@ -148,18 +150,15 @@ class TransportContract:
                 assert isinstance(standing, OutcomeRecord)
                 assert won == [standing.outcome.reward]
 
-    @pytest.mark.parametrize(
-        "input_id",
-        ["a/b c", "..", ".", "commits", "late", "adopted", "ü" * 300, "x%2Fy", "../../../etc", "a+b"],
-    )
-    async def test_a_task_may_have_any_id(self, transport: StoreTransport, input_id: str) -> None:
-        one, wait = invocation(input_id=input_id), waiting(input_id=input_id)
-        assert await transport.decision(wait) is None
-        assert await transport.sweep([wait]) == []
-        assert await transport.deliver(one, record(one))
-        assert not await transport.deliver(one, record(one, 0.0))
-        assert await transport.decision(wait) == record(one)
-        assert await transport.sweep([wait]) == [Attempt("r", 1)]
+    async def test_a_task_may_have_any_id(self, transport: StoreTransport) -> None:
+        for n, input_id in enumerate(TASK_IDS):
+            one, wait = invocation(f"r{n}", input_id=input_id), waiting(f"r{n}", input_id=input_id)
+            assert await transport.decision(wait) is None
+            assert await transport.sweep([wait]) == []
+            assert await transport.deliver(one, record(one))
+            assert not await transport.deliver(one, record(one, 0.0))
+            assert await transport.decision(wait) == record(one)
+            assert await transport.sweep([wait]) == [Attempt(f"r{n}", 1)]
 
     async def test_big_payloads_come_back_whole(self, transport: StoreTransport) -> None:
         one = invocation()
@@ -340,7 +339,9 @@ class TransportContract:
         put(5, status_code=200, rewards=float("nan"))
         every = [waiting(n=n) for n in range(1, 6)]
         assert await transport.sweep(every) == [one.attempt for one in every]
-        found = [await transport.decision(one) for one in every]
+        assert [await transport.decision(one) for one in every] == [None] * 5, "reading commits nothing"
+        found = [await transport.commit_result(one) for one in every]
+        assert [await transport.decision(one) for one in every] == found
         outcomes: list[Outcome] = [one.outcome for one in found if isinstance(one, OutcomeRecord)]
         assert [one.reward for one in outcomes] == [0.25, None, None, 0.75, None]
         kinds = [one.failure and one.failure.kind for one in outcomes]
@@ -360,6 +361,7 @@ class TransportContract:
         body = json.dumps({"status_code": 200, "rewards": 1.0}).encode()
         transport.store.put_if_absent(f"{EXP}/t/r.1.json", body)
         assert await transport.decision(waiting()) == Fence("deadline")
+        assert await transport.commit_result(waiting()) == Fence("deadline")
 
     async def test_a_writer_that_died_before_its_commit_leaves_the_attempt_open(
         self, transport: StoreTransport
@@ -367,7 +369,16 @@ class TransportContract:
         one = invocation()
         transport.store.put_if_absent(one.data_key, wire.encode(record(one)))
         assert await transport.decision(waiting()) is None
+        assert await transport.commit_result(waiting()) is None
         assert await transport.deliver(one, record(one))
+
+    async def test_an_object_is_put_once_also_with_the_same_bytes(self, transport: StoreTransport) -> None:
+        data = b"{}"
+        put = transport.store.put_if_absent
+        assert [await anyio.to_thread.run_sync(put, f"{EXP}/t/r.1.json", data) for _ in range(2)] == [
+            True,
+            False,
+        ]
 
 
 class AgentsContract:

@@ -50,6 +50,7 @@ METHODS: dict[str, About] = {
     "Transport.address": "run",
     "Transport.deliver": "rollout",
     "Transport.decision": "rollout",
+    "Transport.commit_result": "rollout",
     "Transport.fence": "rollout",
     "Transport.hints": "run",
     "Transport.acknowledge": "rollout",

@@ -316,6 +316,10 @@ class FaultyTransport(Faulty):
     async def decision(self, waiting: PendingAttempt) -> OutcomeRecord | Fence | None:
         return await self._call("decision", [waiting.rollout.id], lambda: self.inner.decision(waiting))
 
+    async def commit_result(self, waiting: PendingAttempt) -> OutcomeRecord | Fence | None:
+        about = [waiting.rollout.id]
+        return await self._call("commit_result", about, lambda: self.inner.commit_result(waiting))
+
     async def fence(self, waiting: PendingAttempt, reason: str) -> OutcomeRecord | Fence:
         return await self._call("fence", [waiting.rollout.id], lambda: self.inner.fence(waiting, reason))
 

@@ -50,10 +50,13 @@ async def test_a_result_under_agentcores_name_of_the_session_is_found_and_adopte
     s3.objects[f"exp/a b/ü/{name(1)}.json"] = RESULT
     async with on(s3) as transport:
         assert await transport.sweep([waiting(1), waiting(2)]) == [Attempt("r", 1)]
-        found = await transport.decision(waiting(1))
+        assert await transport.decision(waiting(1)) is None
+        assert not [key for key in s3.objects if "/commits/" in key]
+        found = await transport.commit_result(waiting(1))
         assert isinstance(found, OutcomeRecord)
         assert (found.session_id, found.outcome.reward) == ("r.1", 0.75)
-        assert await transport.decision(waiting(2)) is None
+        assert await transport.decision(waiting(1)) == found
+        assert await transport.commit_result(waiting(2)) is None
     assert {"exp/commits/r.1.json", "exp/adopted/r.1.json"} <= s3.objects.keys()
 
 
@@ -78,5 +81,6 @@ async def test_no_key_is_asked_for_that_a_store_would_refuse(s3: SmallS3, task: 
     async with on(s3) as transport:
         s3.asked.clear()
         assert await transport.decision(waiting(task=task)) is None
+        assert await transport.commit_result(waiting(task=task)) is None
     folders = {key.rpartition("/")[0] for operation, key in s3.asked if operation == "GetObject"}
     assert folders == {"exp/commits", wire.data_key("exp", task, "r.1").rpartition("/")[0]}

@@ -56,9 +56,13 @@ class Transport(Protocol):
         ...
 
     async def decision(self, waiting: PendingAttempt) -> OutcomeRecord | Fence | None:
-        """Return the committed outcome or fence of an attempt; None while it is undecided.
+        """Return the committed outcome or fence of an attempt; None while it is undecided. Writes nothing."""
+        ...
 
-        Commits a result of an agent that writes a single object and no commit.
+    async def commit_result(self, waiting: PendingAttempt) -> OutcomeRecord | Fence | None:
+        """Commit the result of an agent that writes a single object and no commit.
+
+        Returns the decision that counts, or None if there is no such result.
         """
         ...
 

@@ -297,10 +297,17 @@ class AttemptRunner:
         return grading
 
     async def _read_decision(self, running: RunningAttempt) -> object | None:
-        """Read the committed outcome or fence into `running.decision`; None while there is none."""
+        """Read the committed outcome or fence into `running.decision`; None while there is none.
+
+        A result without a commit is committed first.
+        """
+        waiting, transport = running.pending, self._transport
         try:
-            waiting = running.pending
-            decision = await self._store_calls.call("decision", lambda: self._transport.decision(waiting))
+            decision = await self._store_calls.call("decision", lambda: transport.decision(waiting))
+            if decision is None:
+                decision = await self._store_calls.call(
+                    "commit_result", lambda: transport.commit_result(waiting)
+                )
         except WireError as error:
             running.decision_error = str(error)
             return error

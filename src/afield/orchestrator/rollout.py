@@ -195,15 +195,16 @@ class RolloutRunner:
                 outcome = await self._attempt_runner.run(rollout, Attempt(rollout.id, n), started_at)
             if outcome.failure is not None:
                 await self._check_supported(rollout, outcome)
-            if not self._will_retry(rollout, outcome, failures, started_at):
+            if not self._may_retry(rollout, outcome, failures, started_at):
                 kept, record = await self._finalize(rollout, outcome)
-                again = kept is not outcome and self._will_retry(
+                again = kept is not outcome and self._may_retry(
                     rollout, kept, failures, started_at, graded=False
                 )
                 if not again:
                     return await self._end(rollout, kept, record, n)
                 outcome = kept
             assert outcome.failure is not None
+            failures[outcome.failure.kind] += 1
             self._observer.attempt_ended(rollout, outcome, True)
             attempt = Attempt(rollout.id, outcome.attempt)
             sampled = await self._attempt_runner.sampled_tokens(attempt)
@@ -218,7 +219,7 @@ class RolloutRunner:
             self._tasks.create_task(_ending(UsageError(message)))
             await asyncio.Event().wait()  # cancelled when the run ends
 
-    def _will_retry(
+    def _may_retry(
         self,
         rollout: Rollout,
         outcome: Outcome,
@@ -227,7 +228,10 @@ class RolloutRunner:
         *,
         graded: bool = True,
     ) -> bool:
-        """Count a failure and return whether to retry; `VerifierRunner` retries verifiers itself."""
+        """Whether a failed attempt is retried; `failures` are those of the attempts before it.
+
+        `VerifierRunner` retries verifiers itself.
+        """
         if rollout.id in self._attempt_runner.cancelled:
             return False
         if outcome.failure is None or outcome.failure.kind not in RETRIED:
@@ -240,8 +244,7 @@ class RolloutRunner:
         if rollout_timeout_s is not None and loop_time() - started_at > rollout_timeout_s:
             return False
         kind = outcome.failure.kind
-        failures[kind] += 1
-        return failures[kind] <= self._config.retries.get(kind, 0)
+        return failures[kind] < self._config.retries.get(kind, 0)
 
     async def _end(self, rollout: Rollout, outcome: Outcome, record: SessionRecord, n: int) -> RolloutSummary:
         summary = await self._retry_unavailable(lambda: self._store(rollout, outcome, record, n))

@@ -1,7 +1,8 @@
 """Decisions about attempts in an outcome store: outcomes, fences, late outcomes.
 
 1. The first commit of an attempt decides it: the agent's outcome, or the collector's fence.
-2. An agent built with `agentcore-rl-toolkit` writes one result object and no commit; `decision` commits it.
+2. An agent built with `agentcore-rl-toolkit` writes one result object and no commit; `commit_result` commits
+   it.
    The object is the return value of the agent's function with `status_code`, `stop_reason` and a copy of the
    payload, from which the session's key is removed. The last of a list of rewards counts, as in the toolkit;
    several named rewards need a `reward` too.
@@ -53,8 +54,10 @@ def result_keys(store: CollectorStore, waiting: PendingAttempt) -> list[str]:
 def decision(store: CollectorStore, waiting: PendingAttempt) -> OutcomeRecord | Fence | None:
     """Return the committed outcome or fence; None while the attempt is undecided."""
     commit = read_object(store, commit_key(waiting), CommitRecord)
-    if commit is None:
-        return _commit_toolkit_result(store, waiting)
+    return None if commit is None else _decided_by(store, commit)
+
+
+def _decided_by(store: CollectorStore, commit: CommitRecord) -> OutcomeRecord | Fence:
     return Fence(commit.fenced) if commit.fenced else committed_record(store, commit)
 
 
@@ -106,13 +109,13 @@ def _decided(store: CollectorStore, waiting: PendingAttempt) -> OutcomeRecord | 
             f"the commit {commit_key(waiting)} exists but cannot be read; check that no other program deletes"
             " objects and that the credentials may read them"
         )
-    return Fence(commit.fenced) if commit.fenced else committed_record(store, commit)
+    return _decided_by(store, commit)
 
 
 # --- agentcore-rl-toolkit ------------------------------------------------------------------------
 
 
-def _commit_toolkit_result(store: CollectorStore, waiting: PendingAttempt) -> OutcomeRecord | Fence | None:
+def commit_result(store: CollectorStore, waiting: PendingAttempt) -> OutcomeRecord | Fence | None:
     """Commit a toolkit result, if there is one; another collector may commit first."""
     for key in result_keys(store, waiting):
         data = store.get(key)

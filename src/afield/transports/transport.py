@@ -125,6 +125,9 @@ class StoreTransport:
     async def decision(self, waiting: PendingAttempt) -> OutcomeRecord | Fence | None:
         return await self._call(decisions.decision, self.store, waiting)
 
+    async def commit_result(self, waiting: PendingAttempt) -> OutcomeRecord | Fence | None:
+        return await self._call(decisions.commit_result, self.store, waiting)
+
     async def fence(self, waiting: PendingAttempt, reason: str) -> OutcomeRecord | Fence:
         standing = await self._call(decisions.fence, self.store, waiting, reason)
         await self.acknowledge(waiting.rollout.exp_id, [waiting.attempt])

@@ -36,7 +36,10 @@ class MemoryStore:
         pass
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        return self._objects.setdefault(key, data) is data
+        if key in self._objects:
+            return False
+        self._objects[key] = data
+        return True
 
     def get(self, key: str) -> bytes | None:
         return self._objects.get(key)
