@@ -111,7 +111,7 @@ def test_a_task_may_not_bring_its_own_rollout_field() -> None:
 # --- errors --------------------------------------------------------------------------------------
 
 
-def test_a_boundary_attributes_foreign_errors_and_keeps_our_own() -> None:
+def test_boundary_classifies_foreign_errors_and_keeps_afield_errors() -> None:
     seen: list[Failure] = []
     with errors.boundary(FailureKind.TASK, Reason.RAISED, seen.append):
         raise KeyError("x")
@@ -123,7 +123,7 @@ def test_a_boundary_attributes_foreign_errors_and_keeps_our_own() -> None:
     assert seen[1].reason is Reason.UPLOAD
 
 
-def test_a_boundary_lets_a_stop_through() -> None:
+def test_boundary_does_not_catch_keyboard_interrupts() -> None:
     with pytest.raises(KeyboardInterrupt), errors.boundary(INFRA, Reason.RAISED, lambda _: None):
         raise KeyboardInterrupt
 
@@ -236,7 +236,7 @@ def test_scaled_advantages_ignore_shift_and_scale(values: list[float], shift: fl
 
 
 @given(st.floats(-5, 5), st.integers(1, 8))
-def test_equal_rewards_teach_nothing(value: float, n: int) -> None:
+def test_equal_rewards_have_zero_advantage(value: float, n: int) -> None:
     assert set(compute_advantages([group(*[(value, None)] * n)]).values()) <= {0.0}
 
 

@@ -34,14 +34,14 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-async def test_a_store_and_its_folder_are_for_their_owner_alone(shared_place: Path) -> None:
+async def test_store_and_its_directory_are_private(shared_place: Path) -> None:
     async with GatewayStore(shared_place / "gateway-store" / "gateway.sqlite"):
         assert mode(shared_place / "gateway-store") == 0o700
         for path in (shared_place / "gateway-store").iterdir():
             assert mode(path) == 0o600, path
 
 
-async def test_a_store_that_others_could_read_is_repaired_with_a_line(
+async def test_readable_store_is_made_private_and_logged(
     shared_place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = shared_place / "store" / "gateway.sqlite"
@@ -70,7 +70,7 @@ def test_a_folder_of_other_things_keeps_its_mode(shared_place: Path) -> None:
 
 
 @needs_other_user
-async def test_another_user_reads_nothing_of_a_gateway_or_a_run(shared_place: Path) -> None:
+async def test_other_users_cannot_read_gateway_or_run_files(shared_place: Path) -> None:
     run = RunDirectory(shared_place / "runs" / "one")
     async with GatewayStore(shared_place / "store" / "gateway.sqlite"):
         with run.locked("collect"), RunState(run.run_state):
@@ -78,7 +78,7 @@ async def test_another_user_reads_nothing_of_a_gateway_or_a_run(shared_place: Pa
             assert readable_files(shared_place) == [str(shared_place / "shared.txt")]
 
 
-async def test_the_store_holds_nothing_that_a_key_could_be_forged_with(tmp_path: Path) -> None:
+async def test_store_does_not_contain_the_signing_secret(tmp_path: Path) -> None:
     async with running(ScriptedEngine([]), tmp_path / "store") as place:
         ticket = await place.client.open(SessionSpec(id="r1.1"))
         secret = next((tmp_path / "store-secrets").glob("*.key"))
@@ -101,7 +101,7 @@ async def test_session_keys_work_after_a_restart_and_after_the_store_was_moved(t
         assert signing_secret(place, store.id, tmp_path / "c", sessions=False) != first
 
 
-async def test_a_lost_secret_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_lost_secret_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     place = SecretPlace(directory=tmp_path / "secrets")
     signing_secret(place, "a" * 32, tmp_path / "store", sessions=True)
     assert any("keys of earlier sessions are invalid" in line for line in caplog.messages)

@@ -19,7 +19,7 @@ KEY = "-".join(("afa", "told", "to", "nobody", "else"))
 
 
 @pytest.mark.parametrize("given", ["argument", "environment", "file"])
-def test_the_admin_key_of_a_gateway_is_not_to_be_seen_in_proc(given: str, tmp_path: Path) -> None:
+def test_admin_key_is_not_visible_in_proc(given: str, tmp_path: Path) -> None:
     script = tmp_path / "script.jsonl"
     script.write_text(json.dumps({"match": "x", "text": "y"}) + "\n")
     words = ["gateway", "--model", POLICY, "--engine", f"scripted={script}", "--store", tmp_path / "store"]
@@ -71,7 +71,7 @@ def grade(payload):
 """
 
 
-def test_a_verifier_beside_agents_in_processes_is_warned_of_and_no_agent_finds_the_admin_key(
+def test_verifier_in_processes_gives_a_warning_and_agents_cannot_read_the_admin_key(
     tmp_path: Path,
 ) -> None:
     folder = Path(tempfile.mkdtemp(prefix="project-"))

@@ -72,7 +72,7 @@ def test_accounts_add_up_and_have_shares() -> None:
     }
 
 
-def test_five_percent_is_allowed_and_more_is_warned_of_with_reasons_and_remedy() -> None:
+def test_more_than_five_percent_excluded_tokens_give_a_warning() -> None:
     assert TokenAccount(trained=95, excluded={"aborted": 5}).warning() is None
     told = TokenAccount(trained=90, excluded={"side:opencode/title": 8, "aborted": 2}).warning()
     assert told is not None
@@ -82,7 +82,7 @@ def test_five_percent_is_allowed_and_more_is_warned_of_with_reasons_and_remedy()
     assert 'side_calls = "train"' in told
 
 
-def test_rollouts_that_train_nothing_are_no_reason_for_that_warning() -> None:
+def test_rollouts_without_trained_tokens_give_no_warning() -> None:
     assert TokenAccount(trained=1, untrained={"no_advantage": 99}).warning() is None
 
 
@@ -116,9 +116,7 @@ def screen_of(tmp_path: Path) -> Screen:
     return Screen(train_config(None, values), RunDirectory(tmp_path / "runs" / "first"), to_stderr=False)
 
 
-def test_a_run_that_excludes_much_says_so_once_while_it_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_with_many_excluded_tokens_warns_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     screen = screen_of(tmp_path)
     screen.step_done(EXCLUDING)
     screen.step_done(structs.replace(EXCLUDING, step=2))
@@ -139,7 +137,7 @@ def test_lines_of_a_run_add_up_to_its_account() -> None:
     )
 
 
-def test_show_tells_excluded_tokens_of_every_rollout() -> None:
+def test_show_prints_excluded_tokens_of_every_rollout() -> None:
     line = show.brief(1, rolled("0", 1.0, Exclusion("x", 7, "aborted")))
     assert line["excluded_tokens"] == {"aborted": 7}
     assert line["sampled_tokens"] == line["trained_tokens"] + 7
@@ -223,7 +221,7 @@ def test_TRL_counts_rows_without_an_advantage_apart() -> None:
     assert trl_account(both, [], "too few").untrained == {"dropped_group": owned(*both.finished)}
 
 
-def test_a_step_of_veRL_is_told_with_its_excluded_tokens_by_reason() -> None:
+def test_veRL_step_reports_excluded_tokens_by_reason() -> None:
     some = [rolled("0", 1.0, Exclusion("x", 7, "aborted")), rolled("1", 0.0)]
     judged = rows.group_rows(some, quorum=2)
     tally = StepCounts(GenerateCall(step=3, split=Split.TRAIN, version=2, groups=1))

@@ -119,9 +119,7 @@ def apart(trainer: GRPO, groups: list[Group]) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_the_engine_samples_with_images_as_the_model_itself_sees_them(
-    models: dict[str, Path], family: str
-) -> None:
+async def test_engine_with_images_matches_the_model(models: dict[str, Path], family: str) -> None:
     path = models[family]
     vision = Vision.load(path)
     assert vision is not None
@@ -171,7 +169,7 @@ async def test_the_engine_samples_with_images_as_the_model_itself_sees_them(
             await sampled([5, mark], RED, BLUE)
 
 
-async def test_a_placeholder_that_the_model_sampled_itself_stands_for_nothing(model: Path) -> None:
+async def test_sampled_placeholder_is_not_an_image(model: Path) -> None:
     vision = Vision.load(model)
     assert vision is not None
     mark = vision.image_id
@@ -396,9 +394,7 @@ async def test_every_dialect_has_images_rescored_exactly(up: Running, model: Pat
     ],
     ids=["garbage", "cut off", "another format"],
 )
-async def test_what_is_no_image_is_refused_with_the_message_it_stands_in(
-    up: Running, data: bytes, told: str
-) -> None:
+async def test_invalid_image_is_refused_with_its_message(up: Running, data: bytes, told: str) -> None:
     agent = await up.agent()
     messages: Any = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}, chat(data)]
     with pytest.raises(openai.BadRequestError, match=rf"messages\[2\]: the image {told}"):
@@ -413,9 +409,7 @@ async def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(up: R
         await agent.chat.completions.create(model="m", messages=[chat(out.getvalue())])  # pyright: ignore
 
 
-async def test_an_image_that_readers_read_differently_is_handed_on_as_plain_pixels(
-    up: Running, model: Path
-) -> None:
+async def test_ambiguous_image_is_reencoded_as_pixels(up: Running, model: Path) -> None:
     out = io.BytesIO()
     Pillow.new("RGBA", (16, 16), (255, 0, 0, 0)).save(out, "PNG")
     agent = await up.agent()
@@ -451,7 +445,7 @@ async def two(up: Running) -> list[RolloutResult]:
     return made
 
 
-async def test_a_step_trains_the_vision_tower_and_what_is_published_is_sampled_from(
+async def test_step_trains_the_vision_tower_and_published_weights_are_sampled(
     up: Running, model: Path, tmp_path: Path
 ) -> None:
     groups = [group(*await two(up))]

@@ -101,32 +101,38 @@ def test_missing_rate_is_not_met(rates: tuple[int | None, int | None]) -> None:
     assert missed(acceptance.engine_criteria(engine(*rates))) == ["engine over generate"]
 
 
-def run_suite(tmp_path: Path, code: str) -> criteria.TestReport:
-    """Report of a test file, run with the project's settings."""
+SUITE = """
+import pytest
+
+@pytest.mark.parametrize("n", [1e-7, 3e-6])
+def test_it(n, record_property):
+    record_property("off", n)
+
+def test_fails():
+    assert False
+
+@pytest.mark.skip
+def test_skipped(): pass
+
+def test_broken(no_such_fixture): pass
+"""
+
+
+def test_report_counts_tests_and_keeps_the_largest_recorded_number(tmp_path: Path) -> None:
     file = tmp_path / "test_suite.py"
-    file.write_text(f"import pytest\n\n{code}\n")
-    return criteria.run_tests(file, "-p", "no:cacheprovider")
+    file.write_text(SUITE)
+    report = criteria.run_tests(file, "-p", "no:cacheprovider")
+    assert report == criteria.TestReport(2, 2, 1, {"off": 3e-6})
 
 
-def test_largest_recorded_number_decides_a_criterion(tmp_path: Path) -> None:
-    code = '@pytest.mark.parametrize("n", [1e-7, 3e-6])\ndef test_it(n, record_property):\n'
-    report = run_suite(tmp_path, f'{code}    record_property("off", n)')
-    assert report == criteria.TestReport(2, 0, 0, {"off": 3e-6}) and report.ok
+def test_largest_recorded_number_decides_a_criterion() -> None:
+    report = criteria.TestReport(2, 0, 0, {"off": 3e-6})
+    assert report.ok
     checked = criteria.Criteria()
     acceptance.check_report(checked, "near", report, "off", 1e-5)
     acceptance.check_report(checked, "too far", report, "off", 1e-6)
     acceptance.check_report(checked, "never recorded", report, "on", 1e-5)
     assert [row["ok"] for row in checked.rows] == [True, False, False]
-
-
-def test_failed_broken_and_skipped_tests_are_counted(tmp_path: Path) -> None:
-    code = (
-        "def test_fails():\n    assert False\n\n"
-        "@pytest.mark.skip\ndef test_skipped(): pass\n\n"
-        "def test_broken(no_such_fixture): pass\n\n"
-        "def test_passes(): pass"
-    )
-    assert run_suite(tmp_path, code) == criteria.TestReport(1, 2, 1, {})
 
 
 @pytest.mark.parametrize("counts", [(3, 1, 0), (3, 0, 1), (0, 0, 0)])

@@ -36,7 +36,7 @@ def kill(kind: str, at: float, sampled: int = 0, notes: Path = Path("none")) -> 
     return Kill(kind=kind, part=kind, at=at, age_s=1.0, sampled=sampled, notes=notes)
 
 
-def test_a_group_that_is_missing_doubled_or_not_whole_is_no_equal() -> None:
+def test_missing_duplicate_or_incomplete_group_is_not_equal() -> None:
     rows = [trained("a-0"), trained("a-1"), trained("b-0", step=2), trained("b-1", step=2)]
     ids = [row.rollout_id for row in rows]
     assert compared_with_dataset(rows, ids, ["a", "b"], 2)["equal"]
@@ -47,7 +47,7 @@ def test_a_group_that_is_missing_doubled_or_not_whole_is_no_equal() -> None:
     assert (doubled["equal"], doubled["duplicates"], doubled["extra"]) == (False, 1, ["a"])
 
 
-def test_what_the_weights_learnt_twice_is_a_duplicate_even_if_the_records_do_not_show_it() -> None:
+def test_group_trained_twice_is_a_duplicate_even_without_records() -> None:
     rows = [trained("a-0"), trained("a-1")]
     told = compared_with_dataset(rows, ["a-0", "a-1", "a-0"], ["a"], 2)
     assert (told["equal"], told["duplicates"]) == (False, 1)
@@ -69,7 +69,7 @@ def test_reuse_counts_calls_before_kills_that_were_at_stake_once_each() -> None:
     assert reused([kill("gateway", 10.0, 9)], sampled, rows, set())["share"] is None
 
 
-def test_sessions_die_with_their_agent_unless_they_had_ended_or_been_given_up(tmp_path: Path) -> None:
+def test_sessions_end_with_their_agent_unless_already_ended_or_abandoned(tmp_path: Path) -> None:
     notes = tmp_path / "notes.jsonl"
     sessions = ("open.1", "delivered.1", "before.1", "after.1")
     notes.write_text("".join(json.dumps({"session": s, "what": "began"}) + "\n" for s in sessions) + '{"cut')
@@ -83,7 +83,7 @@ def test_sessions_die_with_their_agent_unless_they_had_ended_or_been_given_up(tm
     assert died_with_agents([kill("collector", 10.0, notes=notes)], decided) == set()
 
 
-def test_calls_are_read_up_to_where_the_ledger_had_grown(tmp_path: Path) -> None:
+def test_only_calls_recorded_so_far_are_read(tmp_path: Path) -> None:
     path = tmp_path / "engine.jsonl"
     rows = [
         {"call_id": "a.1/t1", "session_id": "a.1", "token_ids": [1, 2], "served": "complete"},

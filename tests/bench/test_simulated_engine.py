@@ -44,7 +44,7 @@ async def served(arrivals: list[Arrival], total: float, each: float) -> tuple[li
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_calls_end_when_a_model_that_steps_through_time_says(seed: int) -> None:
+def test_calls_end_at_the_simulated_time(seed: int) -> None:
     chance = random.Random(seed)
     arrivals = [(chance.uniform(0, 5), chance.randint(20, 200)) for _ in range(chance.randint(2, 40))]
     total, each = chance.choice([(1000.0, 200.0), (400.0, 200.0), (20_000.0, 150.0)])

@@ -66,7 +66,7 @@ def test_every_conversation_is_rendered_and_no_message_is_lost(
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_what_is_appended_by_rules_is_the_end_of_the_whole_rendering(
+def test_suffix_after_rules_is_the_end_of_the_full_rendering(
     models: dict[str, ChatTokenizer], name: str
 ) -> None:
     tokens = models[name]
@@ -209,7 +209,7 @@ MOODY = """
 """
 
 
-def test_a_refusal_that_no_probe_foresaw_is_met_by_the_other_rules(tmp_path: Path) -> None:
+def test_unforeseen_refusal_is_resolved_by_the_other_rules(tmp_path: Path) -> None:
     tokens = ChatTokenizer.load(write_template(tmp_path, MOODY, [], []))
     assert "merge-users" not in tokens.profile.rules
     messages = [QUESTION, ANSWER] * 5 + [QUESTION, USER]
@@ -259,7 +259,7 @@ def said(draw: st.DrawFn) -> Message:
 
 
 @given(st.lists(said(), max_size=9), st.sets(st.sampled_from(sorted(RULES))), st.booleans())
-def test_what_stands_before_a_turn_stays_as_it_was(
+def test_rules_do_not_change_messages_before_a_turn(
     messages: list[Message], rules: set[str], tools: bool
 ) -> None:
     chosen = frozenset(rules)

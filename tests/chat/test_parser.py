@@ -215,13 +215,13 @@ def test_a_marker_spelled_in_pieces_is_the_same_marker(tiny: Tiny) -> None:
 # --- reasoning -----------------------------------------------------------------------------------
 
 
-def test_reasoning_is_told_from_the_answer(tiny: Tiny) -> None:
+def test_reasoning_and_answer_are_separated(tiny: Tiny) -> None:
     reply, events = tiny.read(tiny.ids("<think>\nHmm.\n\nYes.\n</think>\n\nIt is 42.<|im_end|>"))
     assert reply == Message(role="assistant", reasoning="Hmm.\n\nYes.", content="It is 42.")
     assert events == [ReasoningDelta("Hmm.\n\nYes."), TextDelta("It is 42.")]
 
 
-def test_a_block_that_the_prompt_opened_need_not_be_opened_again(
+def test_reasoning_opened_by_the_prompt_is_read_without_an_opening_tag(
     models: dict[str, ChatTokenizer], directories: dict[str, Path]
 ) -> None:
     thinking = Tiny(models["thinking"], directories["thinking"])
@@ -243,7 +243,7 @@ def test_a_think_tag_in_the_answer_is_text(tiny: Tiny) -> None:
     assert tiny.reply("The <think> tag.</think>").content == "The <think> tag.</think>"
 
 
-def test_an_empty_block_leaves_no_trace(tiny: Tiny) -> None:
+def test_empty_reasoning_block_is_dropped(tiny: Tiny) -> None:
     assert tiny.reply("<think>\n\n</think>\n\nHi") == Message(role="assistant", content="Hi")
 
 
@@ -269,8 +269,8 @@ TEXTS = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
 
 
 @given(text=TEXTS, spelled=st.booleans(), data=st.data(), hold=st.booleans())
-@settings(max_examples=300, deadline=None)
-def test_it_does_not_matter_how_the_ids_arrive(
+@settings(max_examples=100, deadline=None)
+def test_reply_does_not_depend_on_chunking(
     tiny: Tiny, text: str, spelled: bool, data: st.DataObject, hold: bool
 ) -> None:
     ids = tiny.tokens.encode_text(text) if spelled else tiny.ids(text)
@@ -281,7 +281,7 @@ def test_it_does_not_matter_how_the_ids_arrive(
 
 
 @given(text=TEXTS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_the_events_of_held_calls_add_up_to_the_reply(tiny: Tiny, text: str) -> None:
     reply, events = tiny.read(tiny.ids(text), hold_calls=True)
     assert "".join(e.text for e in events if isinstance(e, TextDelta)) == reply.content
@@ -292,8 +292,8 @@ def test_the_events_of_held_calls_add_up_to_the_reply(tiny: Tiny, text: str) -> 
 
 
 @given(ids=st.lists(st.integers(0, 399), max_size=30))
-@settings(max_examples=300, deadline=None)
-def test_any_ids_give_the_text_the_tokenizer_gives(tiny: Tiny, ids: list[int]) -> None:
+@settings(max_examples=100, deadline=None)
+def test_random_ids_decode_as_the_tokenizer_decodes_them(tiny: Tiny, ids: list[int]) -> None:
     control = set(tiny.ids("".join(CONTROL + MARKERS)))
     plain = [token for token in ids if token not in control]
     reply, _ = tiny.read(plain, cuts=range(1, len(plain)), tools=False)
@@ -301,14 +301,14 @@ def test_any_ids_give_the_text_the_tokenizer_gives(tiny: Tiny, ids: list[int]) -
 
 
 @given(text=st.text())
-@settings(max_examples=200, deadline=None)
-def test_any_text_comes_back(tiny: Tiny, text: str) -> None:
+@settings(max_examples=100, deadline=None)
+def test_random_text_is_decoded_unchanged(tiny: Tiny, text: str) -> None:
     assume(not text.lstrip().startswith("<think>"))
     ids = tiny.tokens.encode_text(text)
     assert tiny.read(ids, cuts=range(1, len(ids)), tools=False)[0].content == text
 
 
-def test_a_character_is_held_back_until_it_is_whole(tiny: Tiny) -> None:
+def test_incomplete_utf8_is_held_back(tiny: Tiny) -> None:
     parser = tiny.tokens.parser(tools=[])
     snake = tiny.tokens.encode_text("🐍")
     assert len(snake) == 4
@@ -359,7 +359,7 @@ def test_the_tool_format_is_found_by_a_round_trip(models: dict[str, ChatTokenize
         Message(role="assistant", content="It is 42.", reasoning="Found\n\nit."),
     ],
 )
-def test_a_reply_rendered_for_reading_is_read_back_the_same(tiny: Tiny, turn: Message) -> None:
+def test_rendered_reply_is_parsed_to_the_same_reply(tiny: Tiny, turn: Message) -> None:
     prompt = tiny.tokens.render([QUESTION], [TOOL])
     whole = tiny.tokens.render([QUESTION, turn, QUESTION], [TOOL])
     appended = tiny.tokens.append([QUESTION], truncated=False)

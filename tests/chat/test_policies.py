@@ -31,7 +31,7 @@ def thinking(directories: dict[str, Path]) -> ChatTokenizer:
     return ChatTokenizer.load(directories["thinking"], rules=False)
 
 
-def test_a_policy_is_made_once_and_the_defaults_are_the_model_itself(tiny: ChatTokenizer) -> None:
+def test_tokenizer_of_a_policy_is_created_once(tiny: ChatTokenizer) -> None:
     other = tiny.under(thinking="template", escape="reject")
     assert other is tiny.under(thinking="template", escape="reject")
     assert tiny.under() is tiny
@@ -57,7 +57,7 @@ def test_an_unknown_policy_is_named_with_the_choices(tiny: ChatTokenizer, wrong:
 # --- thinking ------------------------------------------------------------------------------------
 
 
-def test_doing_as_the_template_does_branches_where_it_strips_reasoning(thinking: ChatTokenizer) -> None:
+def test_policy_template_branches_where_reasoning_is_stripped(thinking: ChatTokenizer) -> None:
     assert thinking.append([USER], truncated=False) is not None
     assert thinking.under(thinking="template").append([USER], truncated=False) is None
     assert thinking.under(thinking="template").append([SYSTEM], truncated=False) is not None
@@ -80,7 +80,7 @@ def test_per_turn_never_appends(tiny: ChatTokenizer) -> None:
         ([QUESTION, CALLING, RESULT, ANSWER], [USER, CALLING, RESULT]),
     ],
 )
-def test_a_turn_nobody_sampled_is_spliced_behind_what_was_sampled(
+def test_unsampled_turn_is_spliced_after_the_sampled_one(
     directories: dict[str, Path], tiny: ChatTokenizer, history: list[Message], new: list[Message]
 ) -> None:
     [end] = sampled(directories["tiny"], "<|im_end|>")
@@ -94,7 +94,7 @@ def test_a_turn_nobody_sampled_is_spliced_behind_what_was_sampled(
     assert tiny.splice(history, new, truncated=True, tools=[TOOL]) == [end, *ids]
 
 
-def test_nothing_is_spliced_where_the_head_would_move(directories: dict[str, Path]) -> None:
+def test_changed_head_is_not_spliced(directories: dict[str, Path]) -> None:
     moving = ChatTokenizer.load(directories["moving"], rules=False)
     assert moving.splice([QUESTION, ANSWER], [USER], truncated=False, tools=[TOOL]) is None
     assert moving.splice([QUESTION, ANSWER], [USER], truncated=False) is not None
@@ -103,7 +103,7 @@ def test_nothing_is_spliced_where_the_head_would_move(directories: dict[str, Pat
     assert endless.splice([QUESTION, ANSWER], [USER], truncated=False) is None
 
 
-def test_stripped_reasoning_is_a_change_only_to_who_does_as_the_template(thinking: ChatTokenizer) -> None:
+def test_stripped_reasoning_is_a_change_only_under_policy_template(thinking: ChatTokenizer) -> None:
     new = [EDITED, USER]
     assert thinking.splice([QUESTION, ANSWER], new, truncated=False) is not None
     assert thinking.under(thinking="template").splice([QUESTION, ANSWER], new, truncated=False) is None

@@ -63,7 +63,7 @@ from templates.models import write_model
         ("endless", ["end of turn       none", "note              the template has no token that ends"]),
     ],
 )
-def test_what_was_found_out_is_shown(
+def test_inspect_template_prints_the_profile(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, lines: list[str]
 ) -> None:
     assert main(["inspect-template", str(write_model(tmp_path / name, name))]) == 0
@@ -84,27 +84,27 @@ def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert found["template_hash"] == ChatTokenizer.load(model).profile.template_hash
 
 
-def test_a_template_whose_calls_cannot_be_read_fails_where_tools_are_asked_for(
+def test_template_with_unknown_tool_format_fails_with_tools(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = str(write_model(tmp_path / "plain", "plain"))
     assert main(["inspect-template", model, "--tools", "--strict"]) == 1
-    assert "note              the format in which this template renders" in capsys.readouterr().out
+    assert "note              the template renders no tools" in capsys.readouterr().out
     assert main(["inspect-template", model, "--tools", "--strict", "--json"]) == 1
     shown = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (shown["usable"], shown["rules"]) == (False, ["developer-as-system"])
     assert main(["inspect-template", model, "--tools"]) == 0
 
 
-def test_a_directory_that_is_not_there_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_model_directory_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect-template", "nowhere"]) == 2
     assert "nowhere is not a directory" in capsys.readouterr().err
 
 
-# --- remembered ----------------------------------------------------------------------------------
+# --- cache ---------------------------------------------------------------------------------------
 
 
-def test_a_certificate_is_remembered_and_believed(tmp_path: Path) -> None:
+def test_cached_profile_is_used(tmp_path: Path) -> None:
     model, cache = write_model(tmp_path / "tiny", "tiny"), tmp_path / "cache"
     found = ChatTokenizer.load(model, cache=cache).profile
     [file] = cache.iterdir()
@@ -115,7 +115,7 @@ def test_a_certificate_is_remembered_and_believed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["template", "arguments", "stop"])
-def test_anything_it_depends_on_makes_it_another(tmp_path: Path, change: str) -> None:
+def test_changed_input_gives_another_cached_profile(tmp_path: Path, change: str) -> None:
     model, cache = write_model(tmp_path / "tiny", "tiny"), tmp_path / "cache"
     ChatTokenizer.load(model, cache=cache)
     if change == "template":
@@ -127,7 +127,7 @@ def test_anything_it_depends_on_makes_it_another(tmp_path: Path, change: str) ->
     assert len(list(cache.iterdir())) == 2
 
 
-def test_a_file_that_is_broken_is_made_again(tmp_path: Path) -> None:
+def test_unreadable_cached_profile_is_replaced(tmp_path: Path) -> None:
     model, cache = write_model(tmp_path / "tiny", "tiny"), tmp_path / "cache"
     found = ChatTokenizer.load(model, cache=cache).profile
     [file] = cache.iterdir()
@@ -137,7 +137,7 @@ def test_a_file_that_is_broken_is_made_again(tmp_path: Path) -> None:
         assert json.loads(file.read_text())["template_hash"] == found.template_hash
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+def test_unwritable_profile_cache_is_ignored(tmp_path: Path) -> None:
     model, blocked = write_model(tmp_path / "tiny", "tiny"), tmp_path / "file"
     blocked.write_text("not a folder")
     assert ChatTokenizer.load(model, cache=blocked).profile.tool_format == "hermes"

@@ -105,7 +105,7 @@ def models(directories: dict[str, Path]) -> dict[str, ChatTokenizer]:
     return {name: ChatTokenizer.load(path, rules=False) for name, path in directories.items()}
 
 
-def test_there_are_twenty_templates_and_eight_ways_to_go_on() -> None:
+def test_at_least_twenty_templates_and_eight_patterns_are_tested() -> None:
     assert len(ALL) >= 20
     assert len(APPENDS) >= 8
     assert set(KEEPS) == set(ALL)
@@ -118,7 +118,7 @@ def before_and_after(tokens: ChatTokenizer, turn: Message, new: list[Message]) -
 
 @pytest.mark.parametrize("way", APPENDS)
 @pytest.mark.parametrize("name", ALL)
-def test_what_is_appended_is_the_end_of_the_whole_rendering(
+def test_suffix_is_the_end_of_the_full_rendering(
     models: dict[str, ChatTokenizer], name: str, way: str
 ) -> None:
     tokens = models[name]
@@ -142,7 +142,7 @@ def test_what_is_appended_is_the_end_of_the_whole_rendering(
 
 @pytest.mark.parametrize("way", [way for way in APPENDS if way != "cut off"])
 @pytest.mark.parametrize("name", ALL)
-def test_what_is_spliced_is_the_end_of_the_whole_rendering(
+def test_splice_is_the_end_of_the_full_rendering(
     models: dict[str, ChatTokenizer], name: str, way: str
 ) -> None:
     tokens = models[name]
@@ -204,7 +204,7 @@ def test_each_format_is_found_by_a_round_trip(models: dict[str, ChatTokenizer]) 
     assert {name: value for name, value in found.items() if value} == FORMATS
 
 
-def test_what_a_template_does_besides_is_found_out(models: dict[str, ChatTokenizer]) -> None:
+def test_profile_has_the_other_template_properties(models: dict[str, ChatTokenizer]) -> None:
     profiles = {name: tokens.profile for name, tokens in models.items()}
     assert {n for n, c in profiles.items() if not c.parallel_calls and c.tool_format} == {
         "headers",
@@ -227,7 +227,7 @@ def test_what_a_template_does_besides_is_found_out(models: dict[str, ChatTokeniz
     ]
 
 
-def test_a_template_that_forgets_is_left_alone_only_under_its_own_policy(
+def test_template_that_strips_reasoning_is_followed_only_by_policy_template(
     models: dict[str, ChatTokenizer],
 ) -> None:
     stripping = {n for n, t in models.items() if "user" in t.profile.strips} - {"bridged"}
@@ -239,7 +239,9 @@ def test_a_template_that_forgets_is_left_alone_only_under_its_own_policy(
     assert kept.append([RESULT], truncated=False) is not None
 
 
-def test_results_must_say_their_tool_where_the_template_shows_it(models: dict[str, ChatTokenizer]) -> None:
+def test_results_without_a_tool_name_are_not_appended(
+    models: dict[str, ChatTokenizer],
+) -> None:
     nameless = Message(role="tool", content="forty-two", tool_call_id="call00001")
     tokens = models["channels"]
     assert tokens.append([nameless], truncated=False) is None

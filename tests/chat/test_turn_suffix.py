@@ -104,7 +104,7 @@ def test_a_separator_the_template_writes_only_between_turns_is_there(tmp_path: P
     assert tokens.decode(delta) == " ++ user: And eight?<|im_end|> ++ assistant: "
 
 
-def test_a_template_that_rewrites_what_was_said_is_not_appended_to(tmp_path: Path) -> None:
+def test_template_that_rewrites_history_is_not_appended_to(tmp_path: Path) -> None:
     write_model(tmp_path, "tiny")
     (tmp_path / "chat_template.jinja").write_text(
         "{{ messages | length }} messages\n"
@@ -114,7 +114,7 @@ def test_a_template_that_rewrites_what_was_said_is_not_appended_to(tmp_path: Pat
     assert appended(tokens, [USER], truncated=False) is None
 
 
-def test_a_message_that_only_this_template_refuses_is_left_to_the_whole_rendering(tmp_path: Path) -> None:
+def test_message_that_the_suffix_template_refuses_is_rendered_in_full(tmp_path: Path) -> None:
     write_model(tmp_path, "tiny")
     (tmp_path / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ raise_exception('no') if m.content == 'bad' }}"
@@ -125,7 +125,7 @@ def test_a_message_that_only_this_template_refuses_is_left_to_the_whole_renderin
     assert appended(tokens, [Message(role="user", content="bad")], truncated=False) is None
 
 
-def test_a_template_that_forgets_reasoning_still_appends_and_says_so(
+def test_template_that_strips_reasoning_appends_with_a_note(
     models: dict[str, ChatTokenizer],
 ) -> None:
     tokens = models["thinking"]
@@ -138,7 +138,7 @@ def test_a_template_that_forgets_reasoning_still_appends_and_says_so(
     assert not models["tiny"].profile.notes
 
 
-def test_a_template_that_moves_its_tools_is_appended_to_only_where_nothing_moves(
+def test_template_that_moves_its_tools_appends_only_without_tools(
     models: dict[str, ChatTokenizer],
 ) -> None:
     tokens = models["moving"]
@@ -147,12 +147,12 @@ def test_a_template_that_moves_its_tools_is_appended_to_only_where_nothing_moves
     assert appended(tokens, [RESULT], truncated=False) is not None
 
 
-def test_a_pattern_the_template_refuses_is_not_certified(models: dict[str, ChatTokenizer]) -> None:
+def test_pattern_that_the_template_refuses_is_not_appended(models: dict[str, ChatTokenizer]) -> None:
     assert models["moving"].profile.appends["system"] is None
     assert appended(models["moving"], [SYSTEM], truncated=False) is None
 
 
-def test_a_message_the_template_drops_is_not_certified(models: dict[str, ChatTokenizer]) -> None:
+def test_pattern_with_a_dropped_message_is_not_appended(models: dict[str, ChatTokenizer]) -> None:
     assert models["moving"].profile.appends["developer"] is None
 
 
@@ -163,7 +163,7 @@ def test_a_template_without_an_end_of_turn_appends_nothing(models: dict[str, Cha
     assert "no token that ends an assistant turn" in tokens.profile.notes[0]
 
 
-def test_an_assistant_message_nobody_sampled_is_not_appended(models: dict[str, ChatTokenizer]) -> None:
+def test_unsampled_assistant_message_is_not_appended(models: dict[str, ChatTokenizer]) -> None:
     assert appended(models["tiny"], [ANSWER, USER], truncated=False) is None
     assert appended(models["tiny"], [], truncated=False) is None
 
@@ -180,7 +180,7 @@ NEW = st.sampled_from(["user", "system", "tool", "developer"])
 
 @given(st.lists(st.tuples(NEW, st.text(max_size=20)), min_size=1, max_size=4))
 @settings(max_examples=100, deadline=None)
-def test_whatever_is_appended_is_the_whole_renderings_end(
+def test_random_suffix_is_the_end_of_the_full_rendering(
     models: dict[str, ChatTokenizer], parts: list[tuple[str, str]]
 ) -> None:
     tokens = models["tiny"]

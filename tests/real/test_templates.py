@@ -111,9 +111,7 @@ def test_what_a_family_does_is_found_out(models: dict[str, ChatTokenizer], famil
 
 
 @pytest.mark.parametrize("family", EXPECTED)
-def test_what_is_appended_is_the_end_of_the_whole_rendering(
-    models: dict[str, ChatTokenizer], family: str
-) -> None:
+def test_suffix_is_the_end_of_the_full_rendering(models: dict[str, ChatTokenizer], family: str) -> None:
     tokens, checked = models[family], 0
     for pattern, tier in tokens.profile.appends.items():
         for history, new in conversations(pattern, named=True) if tier else ():
@@ -167,7 +165,7 @@ def test_every_client_is_answered_on_every_template_and_every_tool_call_can_be_r
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_think", "gemma", "cohere", "deepseekv3", "llama3_1"])
-def test_what_is_appended_by_rules_is_the_end_of_the_whole_rendering(
+def test_suffix_after_rules_is_the_end_of_the_full_rendering(
     templates: Path, family: str, tmp_path: Path
 ) -> None:
     tokens, checked = ChatTokenizer.load(write(templates, family, tmp_path)), 0
