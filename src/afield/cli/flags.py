@@ -38,7 +38,9 @@ def add_flags(
         if chosen:
             group = command.add_argument_group(title.lower())
             for setting in chosen:
-                _add_flag(group, setting, (defaults or {}).get(setting.name, setting.default))
+                own = setting.name in (defaults or {})
+                text = setting.help.partition("; default")[0] if own else setting.help
+                _add_flag(group, setting, text, (defaults or {}).get(setting.name, setting.default))
 
 
 def flag_values(args: argparse.Namespace, struct: type[SettingsGroup]) -> dict[str, Any]:
@@ -47,15 +49,15 @@ def flag_values(args: argparse.Namespace, struct: type[SettingsGroup]) -> dict[s
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _add_flag(group: Any, setting: Setting, default: Any) -> None:
+def _add_flag(group: Any, setting: Setting, text: str, default: Any) -> None:
     common: dict[str, Any] = {"dest": setting.name, "default": None}
     if setting.plain is bool:
         switch = "store_true" if not default else argparse.BooleanOptionalAction
-        group.add_argument(setting.flag, action=switch, help=setting.help, **common)
+        group.add_argument(setting.flag, action=switch, help=text, **common)
         return
     common |= {
         "metavar": setting.metavar,
-        "help": (setting.help + _shown_default(default)).replace("%", "%%"),
+        "help": (text + _shown_default(default)).replace("%", "%%"),
     }
     if get_origin(setting.plain) is tuple:
         how = {"type": _words} if setting.choices else {"action": "append"}
