@@ -38,6 +38,12 @@ def served(folder: str, url: str) -> TrackedRuntime:
     return TrackedRuntime(RemoteRuntime([url]), SessionRegistry(Path(folder) / "sessions.sqlite"), "served")
 
 
+def processes(folder: str, target: str) -> TrackedRuntime:
+    """The runtime of a controller in another process, with one worker process."""
+    runtime = ProcessRuntime(target, log_dir=Path(folder) / "logs", workers=1, poll_s=0.05)
+    return TrackedRuntime(runtime, SessionRegistry(Path(folder) / "sessions.sqlite"), "process")
+
+
 class Runs:
     """A directory of runs, and the processes started for it."""
 
@@ -67,7 +73,7 @@ class Runs:
         self, run: Path, row: dict[str, Any], rollout_id: str = "r"
     ) -> subprocess.Popen[bytes]:
         options = {"folder": str(run), "target": f"{ACTING}:act"}
-        return self.controller("tests.runtimes.test_registry:rostered", options, row, rollout_id)
+        return self.controller("tests.cli.test_sessions:processes", options, row, rollout_id)
 
     def server(self, target: str) -> str:
         script = [sys.executable, "-m", "afield.sdk.serve", target, "--outcome-root", "/"]
