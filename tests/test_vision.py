@@ -502,9 +502,9 @@ async def test_pixels_are_never_left_out_silently(up: Running, model: Path, tmp_
     with pytest.raises(UsageError, match=r"rollout r0, turn t1: it has images, .* no vision part"):
         GRPO(blind, lr=1e-3).step(groups)
     lost = [group(*(structs.replace(member, images=()) for member in members))]
-    with pytest.raises(UsageError, match="was not kept with it"):
+    with pytest.raises(UsageError, match="is missing from the rollout"):
         GRPO(model, lr=1e-3).step(lost)
-    with pytest.raises(UsageError, match="was not kept with it"):
+    with pytest.raises(UsageError, match="is missing from the rollout"):
         rows_from_groups(lost)
     # A record of an engine that did not say where its images stand.
     row = structs.replace(members[0].trajectories[0], images=())

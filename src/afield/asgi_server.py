@@ -17,7 +17,7 @@ from typing import Any
 
 import uvicorn
 
-log = logging.getLogger("afield.server")
+log = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.01
 

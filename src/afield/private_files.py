@@ -16,7 +16,7 @@ from pathlib import Path
 
 from afield.errors import UsageError
 
-log = logging.getLogger("afield.files")
+log = logging.getLogger(__name__)
 
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 STATE = ("gateways", "invocations.key")  # entries of the state directory

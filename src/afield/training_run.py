@@ -31,7 +31,7 @@ from afield.settings.environment import agent_environment
 from afield.settings.train import TrainConfig
 from afield.types import RolloutResult, Sampling, Task
 
-log = logging.getLogger("afield.loop")
+log = logging.getLogger(__name__)
 FIRST_ANSWER_S = 20.0
 T = TypeVar("T")
 

@@ -154,7 +154,7 @@ def direct(model: Path, ids: list[int]) -> Any:
         ({"top_logprobs": 3}, "top_logprobs=3 needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs=21 must be between 0 and 20"),
         ({"prompt_logprobs": -1}, "prompt_logprobs=-1"),
-        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs is not told in a stream"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs is not available in a stream"),
     ],
 )
 async def test_chat_refuses_invalid_logprob_parameters(up: Running, more: dict[str, Any], named: str) -> None:

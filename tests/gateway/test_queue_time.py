@@ -88,4 +88,6 @@ def test_attempt_that_only_queued_is_an_infrastructure_failure() -> None:
         assert overdue_failure(limits, where, busy, float(now)) is None
     where.update_queue_time(state(in_flight=1, calls=1, waited_s=201.0))
     failure = overdue_failure(limits, where, busy, 201.0)
-    assert failure and failure.kind is FailureKind.INFRASTRUCTURE and "stood in line" in failure.message
+    assert (
+        failure and failure.kind is FailureKind.INFRASTRUCTURE and "waited for an engine" in failure.message
+    )

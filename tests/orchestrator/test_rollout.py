@@ -80,7 +80,7 @@ def state(**known: Any) -> SessionState:
             {"idle_s": 1},
             10.1,
             INFRA,
-            "stood in line for 50 s",
+            "waited for an engine for 50 s",
         ),
         ({"attempt_timeout_s": 5}, {"launched_at": 0}, {"calls": 0}, 6, INFRA, "never called"),
         ({"attempt_timeout_s": 5}, {"launched_at": 0}, None, 6, INFRA, "gateway cannot say"),
@@ -100,7 +100,14 @@ def state(**known: Any) -> SessionState:
             INFRA,
             "ended without an outcome",
         ),
-        ({"heartbeat_timeout_s": 5}, {"launched_at": 0}, {"unseen_s": 6.0}, 7, INFRA, "no sign of life"),
+        (
+            {"heartbeat_timeout_s": 5},
+            {"launched_at": 0},
+            {"unseen_s": 6.0},
+            7,
+            INFRA,
+            "no heartbeat or model call",
+        ),
     ],
 )
 def test_each_deadline_is_kept_and_says_so(

@@ -165,7 +165,7 @@ def test_too_little_memory_says_what_to_do(model_path: Path) -> None:
     trainer = GRPO(model_path, lr=1e-3, device="cpu")
     trainer.model.get_decoder().layers[0].register_forward_hook(full)
     with pytest.raises(
-        Unavailable, match=r"\(CUDA out of memory\); go on with max_tokens_per_pass below 16384"
+        Unavailable, match=r"\(CUDA out of memory\); resume with max_tokens_per_pass below 16384"
     ):
         trainer.step([group_of([1.0, 0.0])])
 

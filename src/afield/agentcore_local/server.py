@@ -134,7 +134,7 @@ def _log_events(path: Path, stream: str) -> list[dict[str, object]]:
     ]
 
 
-log = logging.getLogger("afield.agentcore_local")
+log = logging.getLogger(__name__)
 SIGNED = "AWS4-HMAC-SHA256 "
 CARD = "/invocations/.well-known/agent-card.json"
 

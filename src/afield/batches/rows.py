@@ -358,8 +358,8 @@ def row_images(result: RolloutResult, trajectory: Trajectory) -> tuple[Image, ..
     by_digest = {image.digest: image for image in result.images}
     if missing := [span.digest for span in trajectory.images if span.digest not in by_digest]:
         raise UsageError(
-            f"rollout {result.rollout.id}: its image {missing[0][:12]} was not kept with it, so it cannot"
-            " be trained; collect it with this version of afield"
+            f"rollout {result.rollout.id}: its image {missing[0][:12]} is missing from the rollout, so it"
+            " cannot be trained; collect it with this version of afield"
         )
     return tuple(by_digest[span.digest] for span in trajectory.images)
 
@@ -403,7 +403,7 @@ def records_by_id(records: Iterable[RolloutRecord]) -> dict[str, RolloutRecord]:
         if record.rollout.id in by_id:
             raise ValueError(f"rollout {record.rollout.id} is in the batch more than once")
         if record.score is not None and record.outcome.reward_or_floor(0.0) is None:
-            raise ValueError(f"rollout {record.rollout.id} failed and has a score all the same")
+            raise ValueError(f"rollout {record.rollout.id} failed and yet has a score")
         by_id[record.rollout.id] = record
     return by_id
 

@@ -121,7 +121,7 @@ def _check_images(rollout_id: str, row: Trajectory, starts: dict[str, int], turn
             raise UsageError(
                 f"rollout {rollout_id}, turn {name}: it was sampled with {len(in_messages)} images; the"
                 f" record says where {len(turn.images)} of them stand; name the image token in the model's"
-                " config.json (image_token_id), and collect it anew"
+                " config.json (image_token_id), and collect it again"
             )
     if seen != [(image.digest, image.start, image.length) for image in row.images]:
         raise UsageError(f"rollout {rollout_id}: the images of a row are not those that its turns have")

@@ -63,7 +63,7 @@ def rows(name: str, found: Any, by: Mapping[str, str]) -> Iterator[tuple[str, st
         patterns = ", ".join(pattern for pattern, by in found.appends.items() if by == tier)
         if patterns:
             yield (f"appends ({tier})" if tier else "does not append"), patterns
-    yield "truncated turns", "appended to" if found.truncated else "rendered anew"
+    yield "truncated turns", "appended to" if found.truncated else "rendered again"
     yield "reasoning", reasoning(found)
     yield "tools", tools(found)
     yield (

@@ -34,7 +34,7 @@ from afield.token_account import ExclusionWatch, TokenAccount, count_tokens
 from afield.types import FailureKind, Group, Outcome, Reason, Rollout, RolloutResult, Sampling, Split
 
 T = TypeVar("T")
-log = logging.getLogger("afield.client")
+log = logging.getLogger(__name__)
 CLOSED = "the client is closed; open another one, on the same directory it goes on where this one was"
 
 

@@ -31,7 +31,7 @@ from afield.interfaces.engine import Chunk, EngineInfo, GenerateRequest
 from afield.types import Constraint, FinishReason, VersionSpan
 from afield.wire import encode
 
-log = logging.getLogger("afield.engines")
+log = logging.getLogger(__name__)
 SURE = 0.1  # nats below 0 that still count as probability 1
 # Grammar of one letter after a text of 0 tokens: older xgrammar releases do not support `max_tokens`. It has
 # no token ids, see `chat.reply_grammar`.

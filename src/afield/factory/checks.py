@@ -25,7 +25,7 @@ from afield.orchestrator.state import RunDirectory
 from afield.settings.train import TrainConfig
 from afield.types import HIDDEN_FIELD, Task
 
-log = logging.getLogger("afield.factory")
+log = logging.getLogger(__name__)
 UNPROTECTED = {"process": "as your own user", "inline": "in this process", "ray": "as the user of its node"}
 """Runtimes in which agents can read the files of the user that runs them."""
 DYNAMIC_NAMES = ("import *", "globals(", "exec(", "setattr(", "__getattr__", "__dict__", "global ")

@@ -12,7 +12,7 @@ from afield.factory.registry import ENGINES, load, needs
 from afield.interfaces import Engine, EngineInfo
 from afield.vision import has_vision, read_config
 
-log = logging.getLogger("afield.factory")
+log = logging.getLogger(__name__)
 HALF_DTYPES = ("bfloat16", "float16")
 
 

@@ -23,7 +23,7 @@ from afield.runtimes.registry import SessionRegistry, TrackedRuntime
 from afield.settings.environment import Environment, agent_environment
 from afield.settings.train import TrainConfig
 
-log = logging.getLogger("afield.factory")
+log = logging.getLogger(__name__)
 
 
 def runtime(config: TrainConfig, run: RunDirectory, transport: Transport) -> Runtime:

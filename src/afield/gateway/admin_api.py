@@ -26,7 +26,7 @@ from afield.types import Policy, Turn
 
 Answer = tuple[int, Any]
 Handler = Callable[[LocalGateway, str, bytes, dict[str, str]], Awaitable[Answer]]
-log = logging.getLogger("afield.gateway")
+log = logging.getLogger(__name__)
 MAX_WAIT_S = 300.0
 """Maximum duration of a `wait` request, in seconds."""
 MAX_STATES = 5_000

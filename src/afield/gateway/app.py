@@ -50,7 +50,7 @@ from afield.gateway.sessions import BodyBytes, Session
 from afield.gateway.shards import session_of
 from afield.types import Failure, FailureKind, Reason
 
-log = logging.getLogger("afield.gateway")
+log = logging.getLogger(__name__)
 
 # Dialect routes without `/v1`, for clients whose base URL lacks it.
 _BARE = re.compile(

@@ -44,7 +44,7 @@ from afield.interfaces import Chunk, Engine, EngineInfo, GenerateRequest, Image
 from afield.turn_tree import extend_digest
 from afield.types import Constraint, FinishReason, Message, Sampling, ToolCall, Turn, TurnStatus
 
-log = logging.getLogger("afield.gateway")
+log = logging.getLogger(__name__)
 MALFORMED = "malformed-call"
 """Tag of a turn with a tool call that cannot be parsed and stays text."""
 RULE = "render:"

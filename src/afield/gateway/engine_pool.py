@@ -21,7 +21,7 @@ from afield.gateway.workers import EngineWorker, WorkerHealth, WorkerInfo, Worke
 from afield.interfaces import Chunk, Engine, EngineInfo, GenerateRequest, Pausable
 from afield.interfaces.engine import LogprobMode
 
-log = logging.getLogger("afield.gateway")
+log = logging.getLogger(__name__)
 InFlight = Literal["keep", "drain", "resume"]
 WORSE: tuple[LogprobMode, ...] = ("processed", "tempered", "raw")
 SESSIONS_REMEMBERED = 100_000
@@ -177,7 +177,7 @@ class EnginePool:
             except ValueError as error:
                 if not running.sampled:
                     raise
-                self._count(running, f"{worker.id} cannot go on with it: {error}")
+                self._count(running, f"{worker.id} cannot continue it: {error}")
                 return None
             if chunk is None:
                 if running.aborted:  # counted after its last tokens are yielded

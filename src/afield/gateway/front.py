@@ -18,7 +18,7 @@ from contextlib import suppress
 from afield.errors import Unavailable
 from afield.gateway.shards import route
 
-log = logging.getLogger("afield.gateway")
+log = logging.getLogger(__name__)
 HEAD = 32 * 1024
 """Maximum of bytes that are peeked for the head of a request."""
 PATIENCE_S = 30.0

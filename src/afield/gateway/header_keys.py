@@ -28,7 +28,7 @@ from afield.gateway.sessions import Session, SessionManager, SessionPhase
 from afield.gateway.store import GatewayStore
 from afield.interfaces import SessionSpec
 
-log = logging.getLogger("afield.gateway")
+log = logging.getLogger(__name__)
 KEY_ID = re.compile(r"[A-Za-z0-9_-]{1,48}")
 LONGEST_VALUE = 512
 """Maximum length of a header value, in characters."""

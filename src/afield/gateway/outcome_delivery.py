@@ -21,7 +21,7 @@ from afield.interfaces import Fence, PendingAttempt, Transport
 from afield.types import Attempt, Rollout, Task
 from afield.wire import Invocation, OutcomeRecord
 
-log = logging.getLogger("afield.gateway")
+log = logging.getLogger(__name__)
 DELIVER_S = 30.0
 """Timeout of one delivery, in seconds."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
@@ -115,7 +115,7 @@ class OutcomeDelivery:
         """Returns why a record does not count; empty if it does."""
         standing = await self._transport.decision(_waiting(row, record))
         if isinstance(standing, Fence):
-            return f"the attempt was given up: {standing.reason}"
+            return f"the attempt was abandoned: {standing.reason}"
         same = standing is not None and standing.outcome == record.outcome
         return "" if same else "the attempt has another outcome"
 

@@ -71,7 +71,7 @@ class QueueTime:
         self._sessions.pop(session_id, None)
 
 
-log = logging.getLogger("afield.gateway")
+log = logging.getLogger(__name__)
 LOOK_S = 2.0
 """Interval between queries of engine queues, in seconds."""
 ANSWER_S = 5.0

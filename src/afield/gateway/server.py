@@ -27,7 +27,7 @@ from afield.gateway.front import receive_connections
 from afield.gateway.service import LocalGateway
 from afield.gateway.shards import PASSED
 
-log = logging.getLogger("afield.gateway")
+log = logging.getLogger(__name__)
 
 
 class ConnectionLimits(Struct, frozen=True, kw_only=True):

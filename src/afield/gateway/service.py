@@ -33,7 +33,7 @@ from afield.interfaces import SessionCredentials, SessionRecord, SessionSpec, Se
 from afield.types import Exclusion, Image, Policy, Trajectory, Turn, TurnStatus
 from afield.wire import Invocation, Submission
 
-log = logging.getLogger("afield.gateway")
+log = logging.getLogger(__name__)
 EXPIRY_INTERVAL_S = 5.0
 """Interval between checks for expired sessions, in seconds."""
 LAG_EVERY_S = 0.5

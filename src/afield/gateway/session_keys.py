@@ -136,7 +136,7 @@ class SessionKeys:
         return hmac.new(self._secret, body.encode(), hashlib.sha256).hexdigest()[:40]
 
 
-log = logging.getLogger("afield.gateway")
+log = logging.getLogger(__name__)
 SECRET_BYTES = 32
 
 

@@ -438,7 +438,7 @@ ENDING_S = 10.0
 """Time for running calls to end with their session, in seconds."""
 BODY_RETRY_S = 1.0
 """Retry-After of a request beyond the bytes of its session, in seconds."""
-log = logging.getLogger("afield.gateway")
+log = logging.getLogger(__name__)
 PRUNED_AT_ONCE = 10_000
 """Maximum of sessions that one `prune` deletes."""
 

@@ -49,7 +49,7 @@ CREATE TABLE IF NOT EXISTS undelivered (session_id TEXT PRIMARY KEY) WITHOUT ROW
 DELETED_AT_ONCE = 64
 """Sessions that one transaction deletes."""
 FORMAT = "5"
-log = logging.getLogger("afield.gateway")
+log = logging.getLogger(__name__)
 
 
 class SessionTotals(Struct, frozen=True, kw_only=True):

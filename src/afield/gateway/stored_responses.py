@@ -63,7 +63,7 @@ class Compaction(Responses):
         if not request.model:
             raise bad_request("a compaction needs a model", "name it in model")
         if request.stream:
-            raise bad_request("stream is not served for a compaction", "ask without stream")
+            raise bad_request("stream is not served for a compaction", "send the request without stream")
         # Compaction requests of the SDKs have no tools: those of the conversation apply.
         last = request.after or max(request.hints, key=lambda turn: int(turn[1:]), default=None)
         request = structs.replace(

@@ -17,7 +17,7 @@ from afield.interfaces.engine import Engine, GenerateRequest
 from afield.interfaces.weight_probe import SESSION, WeightProbe, read_weight_probe
 from afield.types import Sampling
 
-log = logging.getLogger("afield.gateway")
+log = logging.getLogger(__name__)
 NOISE = 1e-4
 """Log-probability difference that float32 rounding between batch layouts explains."""
 CLOSER = 3.0

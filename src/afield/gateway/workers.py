@@ -112,7 +112,7 @@ class EngineWorker:
         )
 
 
-log = logging.getLogger("afield.gateway")
+log = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 """Back-off between checks of an unhealthy worker, in seconds."""
 START_PAUSE_S = 1.0

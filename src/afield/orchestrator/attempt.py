@@ -37,7 +37,7 @@ from afield.ratelimit import Limiter, LocalLimiter, RateLimits, Unlimited
 from afield.types import Attempt, Failure, FailureKind, Outcome, Reason, Rollout, Task
 from afield.wire import OutcomeRecord
 
-log = logging.getLogger("afield.orchestrator.groups")
+log = logging.getLogger(__name__)
 
 LINGER_S = 5.0
 """Seconds that an agent has to exit after it delivered, before it is stopped."""

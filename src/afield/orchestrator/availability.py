@@ -21,7 +21,7 @@ from afield.errors import AfieldError, Outage, RateLimited, RolloutFailure, Unav
 from afield.orchestrator.config import RolloutConfig
 from afield.types import Failure, FailureKind, Reason
 
-log = logging.getLogger("afield.orchestrator.groups")
+log = logging.getLogger(__name__)
 
 BACKOFF_S = (0.2, 5.0)  # seconds between two tries: first, longest
 T = TypeVar("T")
@@ -135,7 +135,7 @@ class Availability:
             return own
         if self._failing[method] == 1 and await self.alive():
             return own
-        return Outage(f"{message}; see that it runs, and go on where it was")
+        return Outage(f"{message}; start it again, then resume the run with --resume")
 
 
 def describe_error(error: BaseException) -> str:

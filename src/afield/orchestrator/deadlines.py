@@ -102,7 +102,7 @@ def _session_failure(
     if progress.completed_at is not None or state.in_flight:
         return None
     if heartbeat_lost(deadlines, progress, state) and not lives:
-        message = f"the agent gave no sign of life for {state.unseen_s or 0.0:.0f} s"
+        message = f"no heartbeat or model call from the agent for {state.unseen_s or 0.0:.0f} s"
         return Failure(FailureKind.INFRASTRUCTURE, Reason.DIED, message)
     if not state.calls and _exceeded(deadlines.first_call_timeout_s, progress.launched_at, now):
         return _timeout(f"no model call in the first {deadlines.first_call_timeout_s:g} s")
@@ -116,10 +116,10 @@ def _session_failure(
 def _attempt_timeout(deadlines: Deadlines, progress: Progress, state: SessionState | None) -> Failure:
     late = f"no outcome within {deadlines.attempt_timeout_s:g} s; "
     if progress.queued_s > deadlines.attempt_timeout_s:
-        stood = f"its calls stood in line for {progress.queued_s:.0f} s"
-        return _timeout(f"{late}{stood}; have more engines, or less concurrency")
+        stood = f"its calls waited for an engine for {progress.queued_s:.0f} s"
+        return _timeout(f"{late}{stood}; add engines, or lower concurrency")
     if state is None:
-        return _timeout(late + "the gateway cannot say what it did")
+        return _timeout(late + "the gateway has no state of the session")
     if state.calls and state.idle_s <= deadlines.active_window_s:
         message = f"the model was still being called ({state.calls} calls)"
         return Failure(FailureKind.POLICY, Reason.TIMEOUT, late + message)

@@ -29,7 +29,7 @@ from afield.orchestrator.rollout import RolloutRunner
 from afield.orchestrator.state import PendingGroup, RolloutStore, RolloutSummary, RunState
 from afield.types import ID_PATTERN, Group, Rollout, RolloutResult, Sampling, Split, Task, too_few_rewards
 
-log = logging.getLogger("afield.loop")
+log = logging.getLogger(__name__)
 POLL_S = 0.05
 MAX_EXP_ID = 64  # characters; the rest of a rollout id is epoch, task and number
 CUT = "cut: enough of its group were done"

@@ -30,7 +30,7 @@ from afield.settings.sessions import policies_of
 from afield.types import Attempt, Failure, FailureKind, Reason
 from afield.wire import Invocation
 
-log = logging.getLogger("afield.orchestrator.groups")
+log = logging.getLogger(__name__)
 
 GATEWAY_SLACK_S = 3_600.0
 OPEN_GRACE_S = 30.0  # seconds that a sent `open` has to finish after its attempt was cancelled
@@ -113,7 +113,7 @@ class Launcher:
         if self._launched <= refused.since and len(self._refused) > 1:
             return None  # the runtime refuses all attempts
         return infrastructure_failure(
-            f"its place took no more for {since_s:.0f} s: {refused.last}", Reason.LAUNCH
+            f"the runtime refused to launch it for {since_s:.0f} s: {refused.last}", Reason.LAUNCH
         )
 
     async def _start(self, running: RunningAttempt, make: Payload) -> Failure | None:

@@ -34,7 +34,7 @@ from afield.orchestrator.state import RolloutStore, RolloutSummary, RunState
 from afield.ratelimit import Limiter
 from afield.types import Attempt, Failure, FailureKind, Outcome, Reason, Rollout, RolloutResult, Split
 
-log = logging.getLogger("afield.orchestrator.groups")
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -256,7 +256,7 @@ class RolloutRunner:
         """End one rollout with an unexpected error as its failure."""
         log.error("rollout %s: unexpected error: %s", rollout.id, describe_error(error), exc_info=error)
         n = max(1, len(await asyncio.to_thread(self._run_state.attempts, rollout.id)))
-        outcome = wire.failed(rollout.id, n, failure_from_error(error, "it was given up"))
+        outcome = wire.failed(rollout.id, n, failure_from_error(error, "the rollout failed unexpectedly"))
         return await self._end(rollout, outcome, SessionRecord(trajectories=(), excluded=()), n)
 
     async def _finalize(self, rollout: Rollout, outcome: Outcome) -> tuple[Outcome, SessionRecord]:
@@ -270,7 +270,7 @@ class RolloutRunner:
             raise
         except Exception as error:
             if outcome.failure is None:
-                lost = failure_from_error(error, "what it sampled cannot be read", Reason.ENGINE)
+                lost = failure_from_error(error, "its recorded turns cannot be read", Reason.ENGINE)
                 outcome = wire.failed(outcome.rollout_id, outcome.attempt, lost)
             return outcome, SessionRecord(trajectories=(), excluded=())
         names = self._config.rewards if rollout.split is Split.TRAIN else ()

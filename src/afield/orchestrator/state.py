@@ -29,7 +29,7 @@ from afield.private_files import private_directory
 from afield.sqlite import Database
 from afield.types import Attempt, Failure, FailureKind, Outcome, Reason, RolloutResult, Task
 
-log = logging.getLogger("afield.run")
+log = logging.getLogger(__name__)
 
 STEP_STATE_FILE = "state.json"
 T = TypeVar("T")

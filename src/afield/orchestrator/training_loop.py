@@ -35,7 +35,7 @@ from afield.orchestrator.state import (
 from afield.token_account import TokenAccount, count_tokens
 from afield.types import Group, Policy, RolloutResult, VersionSpan
 
-log = logging.getLogger("afield.loop")
+log = logging.getLogger(__name__)
 MAX_STEPS_WITHOUT_REWARD = 3  # consecutive steps without a reward after which the run ends
 POLL_S = 0.05
 T = TypeVar("T")
@@ -201,7 +201,7 @@ class TrainingLoop:
             if not limit.expired():
                 raise
             message = f"the gateway did not {what} within {self._config.publish_timeout_s:g} s"
-            raise Unavailable(f"{message}; see that it runs, then go on with --resume") from error
+            raise Unavailable(f"{message}; start it again, then resume the run with --resume") from error
 
     def _choose_base_version(self, state: StepState, served: int) -> None:
         if self._run_state.base_version is None:
@@ -256,7 +256,7 @@ class TrainingLoop:
             line = await asyncio.to_thread(self._checkpoint, line, batch)
         except OSError as error:
             message = f"step {step} cannot be written to {self._run.path}: {error}"
-            raise Unavailable(f"{message}; make room, then go on with --resume") from error
+            raise Unavailable(f"{message}; free disk space, then resume the run with --resume") from error
         await self._publish(step, line.version)
         self._on_step(line)
         return batch

@@ -20,7 +20,7 @@ from afield.orchestrator.watcher import RunningAttempt
 from afield.types import Attempt, Failure, FailureKind, Reason
 from afield.wire import Submission
 
-log = logging.getLogger("afield.orchestrator.groups")
+log = logging.getLogger(__name__)
 APART = 1_000  # offset between attempt numbers of verifiers; above the number of attempts of any rollout
 LOOK_S = 0.25
 
@@ -83,9 +83,9 @@ class VerifierRunner:
                     return _verifiers(failure)
                 return await self._verdict(running, before)
         except TimeoutError:
-            message = f"no verdict in {verifier_timeout_s:g} s after the agent had handed in"
+            message = f"no verdict in {verifier_timeout_s:g} s after the agent submitted its work"
             if grading.throttle_message and not grading.launched:
-                message += f"; its place took no more: {grading.throttle_message}"
+                message += f"; the runtime refused to launch the verifier: {grading.throttle_message}"
             return Failure(FailureKind.VERIFIER, Reason.TIMEOUT, message)
 
     async def _ended(self, running: RunningAttempt, grading: RunningAttempt, before: int) -> Failure | None:

@@ -23,7 +23,7 @@ from afield.orchestrator.state import RunState
 from afield.types import Attempt, Failure, Rollout
 from afield.wire import OutcomeRecord
 
-log = logging.getLogger("afield.orchestrator.groups")
+log = logging.getLogger(__name__)
 
 HINT_WAIT_S = 1.0
 AT_A_LOOK = 5_000  # sessions per request for states
@@ -306,5 +306,5 @@ class AttemptWatcher:
             silent_s = clock() - self._silent_since
             if silent_s > self._config.unavailable_timeout_s:
                 message = f"the gateway does not answer for {silent_s:.0f} s: {describe_error(error)}"
-                raise Outage(f"{message}; see that it runs, and go on where it was") from error
+                raise Outage(f"{message}; start it again, then resume the run with --resume") from error
         return found

@@ -24,7 +24,7 @@ from afield.sdk.results import Aggregate, check_aggregate
 from afield.sdk.runner import Runner
 from afield.sdk.signed_invocations import HEADER, InvocationKey, default_host, in_container, key_for
 
-log = logging.getLogger("afield.sdk")
+log = logging.getLogger(__name__)
 
 SESSION_PATH = "/invocations/"
 SIGNATURE = HEADER.lower().encode()

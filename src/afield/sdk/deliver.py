@@ -36,7 +36,7 @@ from afield.sdk.stores import (
 )
 from afield.wire import Hint, Invocation, OutcomeRecord, Submission
 
-log = logging.getLogger("afield.sdk")
+log = logging.getLogger(__name__)
 
 RETRY_DELAYS_S = (0.2, 0.5, 1.0, 2.0, 4.0)
 REQUEST_TIMEOUT_S = 30.0

@@ -20,7 +20,7 @@ from msgspec import DecodeError, json
 
 from afield.wire import Invocation
 
-log = logging.getLogger("afield.sdk")
+log = logging.getLogger(__name__)
 FIRST_S = 1.0  # shorter sessions send none
 EVERY_S = 3.0
 TIMEOUT_S = 2.0

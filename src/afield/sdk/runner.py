@@ -45,7 +45,7 @@ from afield.sdk.stores import OutcomeRejected
 from afield.types import Failure, FailureKind, Outcome, Reason
 from afield.wire import ROLLOUT_FIELD, Invocation, OutcomeRecord, Submission
 
-log = logging.getLogger("afield.sdk")
+log = logging.getLogger(__name__)
 
 MAX_DONE = 10_000  # ended sessions that a repeated invocation is answered for
 Deliver = Callable[[Invocation, OutcomeRecord | Submission], bool]

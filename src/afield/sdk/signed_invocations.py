@@ -23,7 +23,7 @@ from pathlib import Path
 from afield.errors import UsageError
 from afield.private_files import STATE, private_directory, read_private, state_directory, write_once
 
-log = logging.getLogger("afield.sdk")
+log = logging.getLogger(__name__)
 
 HEADER = "X-Afield-Signature"
 KEY_BYTES = 32

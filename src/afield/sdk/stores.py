@@ -30,7 +30,7 @@ from afield import sqlite, wire
 from afield.errors import Unavailable, UsageError, WireError
 from afield.wire import CommitRecord, Invocation, OutcomeRecord
 
-log = logging.getLogger("afield.sdk")
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ from afield.exclusions import ExclusionReason, UntrainedReason
 from afield.token_account import TokenAccount, failure_reason
 from afield.types import Group
 
-log = logging.getLogger("afield.trainers")
+log = logging.getLogger(__name__)
 MAX_LOGGED_ROWS = 8
 """Rows beyond the context that are logged individually."""
 

@@ -59,7 +59,7 @@ from afield.trainers.optimizer import Optimizer, Scores
 from afield.trainers.publication import MIN_UPDATE_KEPT
 from afield.types import Group
 
-log = logging.getLogger("afield.trainers")
+log = logging.getLogger(__name__)
 
 MAX_SKIPPED = 3
 """Consecutive updates without a finite gradient that end a run."""
@@ -216,7 +216,7 @@ class GRPO:
             reason = str(error).partition(". ")[0]
             size = self.optimizer.max_tokens_per_pass
             raise Unavailable(
-                f"the trainer has too little memory ({reason}); go on with max_tokens_per_pass below {size},"
+                f"the trainer has too little memory ({reason}); resume with max_tokens_per_pass below {size},"
                 " checkpointing, or more devices"
             ) from error
 
@@ -432,7 +432,7 @@ class GRPO:
             if saved.is_file() and (not current.is_file() or saved.read_bytes() != current.read_bytes()):
                 raise UsageError(
                     f"{directory} was saved with another {name} than {self.model_path} has;"
-                    f" go on with the model it began with (all but the weights is in {directory / MODEL})"
+                    f" resume with the model it began with (all but the weights is in {directory / MODEL})"
                 )
         if (directory / POLICY).is_file():
             thinking = json.loads((directory / POLICY).read_text())["thinking"]

@@ -44,7 +44,7 @@ from afield.trainers.tree_compat import (
 )
 from afield.vision import Vision
 
-log = logging.getLogger("afield.trainers")
+log = logging.getLogger(__name__)
 
 PROBE_LENGTHS = (2, 4, 8, 12, 16)
 """Prompt lengths of the weight probe."""
@@ -193,13 +193,13 @@ class PolicyModel:
         if wrong := sorted(own.keys() ^ state.keys()):
             raise UsageError(
                 f"the checkpoint and the model differ in the tensor {wrong[0]!r};"
-                " go on with the model and the adapters that it was saved with"
+                " resume with the model and adapters it was saved with"
             )
         for name, tensor in state.items():
             if own[name].shape != tensor.shape:
                 raise UsageError(
                     f"the checkpoint has {list(tensor.shape)} for {name!r}, the model"
-                    f" {list(own[name].shape)}; go on with the model that it was saved with"
+                    f" {list(own[name].shape)}; resume with the model it was saved with"
                 )
         for name, tensor in state.items():
             own[name].copy_(self.scatter(tensor, own[name]))

@@ -24,7 +24,7 @@ from afield.errors import UsageError
 from afield.rounding import PublishedUpdate, Rounding, measure_update, rounded, torch_dtype
 from afield.trainers import lora as adapters
 
-log = logging.getLogger("afield.trainers")
+log = logging.getLogger(__name__)
 MIN_UPDATE_KEPT = 0.9
 """Share of an update that must reach the engine; less is logged as a warning."""
 FREE_GPU_BYTES = 2 << 30

@@ -27,7 +27,7 @@ from afield.transports.stores.base import CollectorStore
 from afield.types import Attempt
 from afield.wire import Hint, Invocation, OutcomeRecord
 
-log = logging.getLogger("afield.transports")
+log = logging.getLogger(__name__)
 
 SINGLE_READS = 64  # number of attempts up to which a sweep reads single keys instead of listing
 MAX_DELIVERIES = 10

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from afield.masks import ConstraintMatcher
     from afield.vision import PixelInputs
 
-log = logging.getLogger("afield.engines")
+log = logging.getLogger(__name__)
 
 Finish = Literal["stop", "length", "aborted"]
 SCORED_AT_ONCE = 256  # prompt ids scored per step; bounds the memory of their logits

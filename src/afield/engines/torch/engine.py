@@ -288,7 +288,7 @@ class TorchEngine:
         if images is None:
             raise ValueError(f"call {call.id!r} has images, and the model takes none; serve one that does")
         if call.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs of a prompt with images are not told; ask without")
+            raise ValueError("prompt_logprobs are not available for a prompt with images; leave them out")
         async with self._looking:
             pictured = await asyncio.to_thread(images.prompt, call.prompt_ids, call.image_places, call.images)
         check_call(structs.replace(call, prompt_ids=pictured.ids), info)

@@ -33,7 +33,7 @@ from afield.model_lock import ALONE
 from afield.rounding import DTYPES, PublishedUpdate, Rounding, measure_update, read_rounding, rounded
 from afield.vision import has_vision, tensor_name
 
-log = logging.getLogger("afield.engines")
+log = logging.getLogger(__name__)
 KEPT = 0.9  # share of an adapter that must survive rounding; below it, a warning is logged
 EXPECTED = "expected a directory with config.json, model.safetensors and tokenizer.json"
 ONE_FILE = "model.safetensors"

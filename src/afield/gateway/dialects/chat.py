@@ -353,7 +353,7 @@ def _check_logprobs(wire: ChatBody) -> None:
         raise bad_request(f"top_logprobs={wire.top_logprobs} needs logprobs", "set logprobs to true")
     check_count(wire.prompt_logprobs, "prompt_logprobs")
     if wire.prompt_logprobs is not None and wire.stream:
-        raise bad_request("prompt_logprobs is not told in a stream", "ask without stream")
+        raise bad_request("prompt_logprobs is not available in a stream", "send the request without stream")
 
 
 def _messages(raw: bytes, gallery: Gallery, memo: MessageCache | None) -> tuple[Message, ...]:

@@ -105,7 +105,9 @@ def _check(wire: CompletionsBody) -> None:
     check_count(int(wire.logprobs or 0), "logprobs")
     check_count(wire.prompt_logprobs, "prompt_logprobs")
     if wire.prompt_logprobs is not None and wire.stream:
-        raise bad_request("prompt_logprobs is not told in a stream", "ask without stream, or with echo")
+        raise bad_request(
+            "prompt_logprobs is not available in a stream", "send the request without stream, or with echo"
+        )
 
 
 def _scores_prompt(wire: CompletionsBody) -> int | None:

@@ -24,7 +24,7 @@ from afield.types import Policy
 if TYPE_CHECKING:
     from torch import Tensor
 
-log = logging.getLogger("afield.trl")
+log = logging.getLogger(__name__)
 KEPT_VERSIONS = 2
 
 

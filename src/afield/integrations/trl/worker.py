@@ -28,7 +28,7 @@ from afield.orchestrator.training_loop import most_common_failure
 from afield.token_account import ExclusionWatch, TokenAccount, count_tokens, metric_name
 from afield.types import Group
 
-log = logging.getLogger("afield.trl")
+log = logging.getLogger(__name__)
 POLL_S = 0.05
 RECENT_GROUPS = 16
 """Groups over which the expected number of rows is averaged."""

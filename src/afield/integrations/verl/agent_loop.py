@@ -33,7 +33,7 @@ from afield.integrations.verl.baselines import REMAX
 from afield.integrations.verl.dataset import task_of
 from afield.types import Rollout, Sampling
 
-log = logging.getLogger("afield.verl")
+log = logging.getLogger(__name__)
 
 
 class _SharedClient:

@@ -31,7 +31,7 @@ from afield.types import Rollout, Sampling, Split
 if TYPE_CHECKING:
     from afield.integrations.verl.clients import GatewayConnection
 
-log = logging.getLogger("afield.verl")
+log = logging.getLogger(__name__)
 
 
 class TransferQueue:

@@ -32,7 +32,7 @@ from afield.vision import FAMILIES, Vision, decode_image
 if TYPE_CHECKING:
     import torch
 
-log = logging.getLogger("afield.verl")
+log = logging.getLogger(__name__)
 VERL_COLUMNS = ("validate", "agent_name", "__rollout_n__", "__do_sample__", "multi_modal_data")
 RESERVED = "reward"
 """Name that veRL uses for its own list, next to `reward_extra_info`."""

@@ -241,7 +241,7 @@ def _check(given: Given, config: dict[str, Any]) -> None:
         raise UsageError(f"{told}; lower it, or raise actor_rollout_ref.rollout.n")
     if not config["actor_rollout_ref"]["rollout"].get("calculate_log_probs", True):
         raise UsageError(
-            "rollouts bring their log-probabilities, and without them nobody would notice a drift:"
+            "rollouts bring their log-probabilities, and without them a drift would go unnoticed:"
             " set actor_rollout_ref.rollout.calculate_log_probs=True"
         )
     if trainer.estimator not in ANY_ROWS and settings.branches == "auto":

@@ -33,7 +33,7 @@ from afield.trainers.model_directory import copy_but_weights, replaced
 from afield.trainers.publication import Rounder
 from afield.types import Policy
 
-log = logging.getLogger("afield.verl")
+log = logging.getLogger(__name__)
 KEPT_VERSIONS = 2
 SHARD_BYTES = 4 * 2**30
 PUBLISHED = "published"

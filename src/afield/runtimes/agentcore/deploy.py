@@ -20,7 +20,7 @@ from afield.errors import UsageError
 from afield.runtimes.agentcore.api import AgentCoreApi, AgentCoreNoAnswer, AgentCoreRefused
 from afield.settings.runtimes import AgentCoreOptions
 
-log = logging.getLogger("afield.runtimes")
+log = logging.getLogger(__name__)
 
 LOOK_S = (0.2, 3.0)  # interval between checks until ready, in seconds: first value and maximum
 NAME = re.compile(r"^[a-zA-Z][a-zA-Z0-9_]{0,47}$")

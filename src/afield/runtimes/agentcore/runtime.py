@@ -94,7 +94,7 @@ async def _text(api: AgentCoreApi, **which: Any) -> str:
     return text
 
 
-log = logging.getLogger("afield.runtimes")
+log = logging.getLogger(__name__)
 
 CONFLICT_S = 1.0
 # Statuses that guarantee that no session has started.

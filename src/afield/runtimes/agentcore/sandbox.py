@@ -33,7 +33,7 @@ from afield.runtimes.agentcore.deploy import deploy
 from afield.settings.runtimes import AgentCoreOptions
 from afield.types import Reason
 
-log = logging.getLogger("afield.runtimes")
+log = logging.getLogger(__name__)
 
 KEPT_BYTES = 256 * 1024
 MOST_BYTES = 64 * 1024 * 1024

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from afield import wire
 
-log = logging.getLogger("afield.runtimes")
+log = logging.getLogger(__name__)
 
 FIELDS = ("base_url", "outcome_url", "sqs_url", "hint_url")
 CONNECT_S = 5.0

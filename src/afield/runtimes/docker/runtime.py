@@ -52,7 +52,7 @@ from afield.runtimes.invocations import NO_ANSWER, PingResponse
 from afield.settings.runtimes import ContainerOptions
 from afield.types import Attempt, Reason
 
-log = logging.getLogger("afield.runtimes")
+log = logging.getLogger(__name__)
 
 LOG_LINES = 10_000
 SOON_S = 0.1

@@ -24,7 +24,7 @@ from afield.errors import AfieldError, RateLimited, Unavailable, UsageError
 from afield.runtimes.kubernetes.objects import ApiStatus, ObjectList, ObjectMeta, WatchEvent
 from afield.settings.runtimes import KubernetesOptions
 
-log = logging.getLogger("afield.runtimes.kubernetes.runtime")
+log = logging.getLogger(__name__)
 
 REQUEST_S = 30.0
 CONNECT_S = 10.0
@@ -259,7 +259,7 @@ def _refreshing(
         try:
             await loader.load_and_set(configuration)
         except unreadable as error:
-            log.warning("the cluster's token could not be made anew: %s", error)
+            log.warning("token refresh failed: %s", error)
 
     return refresh
 
@@ -330,7 +330,7 @@ class Watch(Generic[K]):
                 if asyncio.get_running_loop().time() - began > pause_s:
                     continue
             except _Expired:
-                log.info("%s: the watch is too old and begins anew", self._path)
+                log.info("%s: watch expired, restarting", self._path)
                 self._version = ""
             except NO_ANSWER as error:
                 log.info("%s: the watch broke (%s) and is taken up again", self._path, describe(error))

@@ -457,7 +457,7 @@ def _failed(pod: Pod) -> str:
         return "was killed for using more memory than its limit (OOMKilled); raise memory_mb if it may"
     if pod.status.reason:
         return f"failed: {pod.status.reason}: {pod.status.message}".rstrip(": ")
-    return f"died with {_code(ended)}" if ended else "failed, and nobody says why"
+    return f"died with {_code(ended)}" if ended else "failed without a reason"
 
 
 def _code(ended: TerminatedState) -> str:

@@ -156,7 +156,7 @@ class JobLaunch:
         return False
 
 
-log = logging.getLogger("afield.runtimes.kubernetes.runtime")
+log = logging.getLogger(__name__)
 
 POLL_S = 2.0
 PINGS_PER_S = 25.0  # limit for all sessions together, which share one API server

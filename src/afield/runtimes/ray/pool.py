@@ -154,7 +154,7 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {short}"
 
 
-log = logging.getLogger("afield.runtimes")
+log = logging.getLogger(__name__)
 
 CHECK_S = 60.0
 SLOT_TIMEOUT_S = 60.0

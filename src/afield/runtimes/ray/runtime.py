@@ -36,7 +36,7 @@ from afield.runtimes.ray.pool import ActorHandle, ActorLost, ActorPool, PooledAc
 from afield.settings.runtimes import RayOptions
 from afield.types import Attempt, Reason
 
-log = logging.getLogger("afield.runtimes")
+log = logging.getLogger(__name__)
 
 IDLE_S = 60.0
 TAIL_CHARS = 2_000

@@ -23,7 +23,7 @@ from afield.errors import Unavailable, UsageError
 from afield.sdk.stores import aws_client, call_aws
 from afield.transports.notifiers.base import LEASE_S, Leased
 
-log = logging.getLogger("afield.transports")
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 POLL_S = 2

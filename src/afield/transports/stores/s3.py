@@ -17,7 +17,7 @@ from afield.transports.notifiers.sqs import SqsNotifier
 from afield.transports.stores.base import TransportSpec
 from afield.transports.stores.memory import MemoryNotifier
 
-log = logging.getLogger("afield.transports")
+log = logging.getLogger(__name__)
 
 FORMS: tuple[str, ...] = ("s3://BUCKET?sqs=URL", "s3://BUCKET?queues=PREFIX")
 OPTIONS: tuple[str, ...] = ("sqs", "queues", "dead", "endpoint", "sqs_endpoint", "region", "threads")
