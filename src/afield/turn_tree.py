@@ -23,14 +23,14 @@ _RESPONSE = re.compile(r".*[-_](t\d+)")  # a response id ends with the turn id
 _DIGITS = 9  # longest call number
 
 
-def turn_named(name: str, known: Container[str], answered: Sequence[str]) -> str | None:
+def turn_named(name: str, turn_ids: Container[str], answered: Sequence[str]) -> str | None:
     """Resolve a turn by turn id, response id, or number of the answered call from 0; None if unknown."""
-    if name in known:
+    if name in turn_ids:
         return name
     if (n := call_number(name)) is not None:
         return answered[n] if n < len(answered) else None
-    found = _RESPONSE.fullmatch(name)
-    return found[1] if found and found[1] in known else None
+    match = _RESPONSE.fullmatch(name)
+    return match[1] if match and match[1] in turn_ids else None
 
 
 def call_number(name: str) -> int | None:
@@ -84,10 +84,10 @@ class TurnTree:
 
     def add(self, turn: Turn) -> None:
         """Add a turn. Repeating is harmless; a different turn with the same id raises ValueError."""
-        known = self._turns.get(turn.id)
-        if known == turn:
+        earlier = self._turns.get(turn.id)
+        if earlier == turn:
             return
-        if known is not None:
+        if earlier is not None:
             raise ValueError(f"turn {turn.id} is already there and differs; turns are never edited")
         length = len(turn.delta_ids) + len(turn.token_ids)
         if turn.parent is None:

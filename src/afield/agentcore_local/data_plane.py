@@ -204,8 +204,8 @@ async def _pass_on(request: ApiRequest, reply: Reply, session_id: str) -> None:
 async def _events(host: ProgramHost, options: CommandRequest) -> AsyncGenerator[bytes]:
     yield http.event_frame("chunk", {"contentStart": {}})
     try:
-        async with aclosing(host.run(options.command, options.timeout)) as said:
-            async for one in said:
+        async with aclosing(host.run(options.command, options.timeout)) as output:
+            async for one in output:
                 yield http.event_frame("chunk", _chunk(one))
     except HostError as error:
         yield http.exception_frame("runtimeClientError", {"message": str(error)})

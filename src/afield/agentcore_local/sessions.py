@@ -285,8 +285,8 @@ class LocalSessions:
         elif session.answering:
             session.active = now
         else:
-            said = await _ping(host)
-            if said and said.status == "HealthyBusy" and said.time_of_last_update is not None:
+            message = await _ping(host)
+            if message and message.status == "HealthyBusy" and message.time_of_last_update is not None:
                 session.active = now
             elif now - session.active >= idle_s and not session.answering:
                 session.end("idle")

@@ -66,12 +66,12 @@ class ChatTokenizer:
         self._template = template
         self._escape = policy("escape", vocab.control)
         self._arguments = dict(arguments)
-        said, called = (
+        message, called = (
             TurnEnd(text, vocab.control[text]) if text else None
             for text in (self.profile.end_of_turn, self.profile.end_of_call)
         )
-        self._ends = Ends(said, called)
-        ends = [end.id for end in (said, called) if end]
+        self._ends = Ends(message, called)
+        ends = [end.id for end in (message, called) if end]
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((*files.stop_ids, *ends)))
         self.image_id = files.image_id
         self.turn_ends = frozenset(ends or self.stop_ids)  # a turn with another last token is truncated

@@ -85,17 +85,17 @@ def find_ends(template: ChatTemplate, vocab: Vocabulary, stop_ids: Sequence[int]
     A template that ends a turn only by beginning the next one has none.
     """
     row = list(_control_tokens(_behind_anchor(template, ANCHORED), vocab))
-    said = None
+    turn_end = None
     if row:
         at, literal = next((token for token in row if vocab.control[token[1]] in stop_ids), row[-1])
-        said = TurnEnd(literal, vocab.control[literal], direct=at == 0)
+        turn_end = TurnEnd(literal, vocab.control[literal], direct=at == 0)
     tail = _behind_anchor(template, CALLING).rstrip()
-    if said and said.text in tail:
-        return Ends(said, said)
+    if turn_end and turn_end.text in tail:
+        return Ends(turn_end, turn_end)
     for literal, control in vocab.control.items():
         if control in stop_ids and tail.endswith(literal):
-            return Ends(said, TurnEnd(literal, control))
-    return Ends(said)
+            return Ends(turn_end, TurnEnd(literal, control))
+    return Ends(turn_end)
 
 
 def _behind_anchor(template: ChatTemplate, turn: Message) -> str:

@@ -51,13 +51,13 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    found = find_run(Environment.read().runs, args.name)
-    groups, dropped = trained_groups(found, args.step)
+    run_path = find_run(Environment.read().runs, args.name)
+    groups, dropped = trained_groups(run_path, args.step)
     if not groups:
         raise UsageError(
-            f"run {found.id} has trained on nothing{'' if args.step is None else f' in step {args.step}'}"
+            f"run {run_path.id} has trained on nothing{'' if args.step is None else f' in step {args.step}'}"
         )
-    if weights := reward_weights(found):
+    if weights := reward_weights(run_path):
         groups = weigh_rewards(groups, weights)
     batch = from_groups(groups, "per_turn" if args.form == "per-turn" else "linear")
     exported = to_tree(batch) if args.form == "tree" else batch

@@ -41,60 +41,60 @@ def run(args: argparse.Namespace) -> int:
     from afield.chat.message_rules import RULES
 
     tokens = factory.chat_tokenizer(args.model, rules=not args.strict)
-    found = tokens.profile
-    usable = found.tool_format is not None or not args.tools
+    profile = tokens.profile
+    usable = profile.tool_format is not None or not args.tools
     if args.json:
-        print(json.dumps({"model": tokens.name, "usable": usable, **msgspec.to_builtins(found)}))
+        print(json.dumps({"model": tokens.name, "usable": usable, **msgspec.to_builtins(profile)}))
         return 0 if usable else 1
-    for title, text in rows(tokens.name, found, RULES):
+    for title, text in rows(tokens.name, profile, RULES):
         print(f"{title:18}{text}")
     return 0 if usable else 1
 
 
-def rows(name: str, found: Any, by: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def rows(name: str, profile: Any, by: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Labels and values to print; `by` describes each rule."""
     yield "model", name
-    yield "template", found.template_hash[:16]
-    yield "tokenizer", found.tokenizer_hash[:16]
-    yield "end of turn", found.end_of_turn or "none"
-    if found.end_of_call != found.end_of_turn:
-        yield "end of calls", found.end_of_call or "none"
+    yield "template", profile.template_hash[:16]
+    yield "tokenizer", profile.tokenizer_hash[:16]
+    yield "end of turn", profile.end_of_turn or "none"
+    if profile.end_of_call != profile.end_of_turn:
+        yield "end of calls", profile.end_of_call or "none"
     for tier in ("bridge", "append", None):
-        patterns = ", ".join(pattern for pattern, by in found.appends.items() if by == tier)
+        patterns = ", ".join(pattern for pattern, by in profile.appends.items() if by == tier)
         if patterns:
             yield (f"appends ({tier})" if tier else "does not append"), patterns
-    yield "truncated turns", "appended to" if found.truncated else "rendered again"
-    yield "reasoning", reasoning(found)
-    yield "tools", tools(found)
+    yield "truncated turns", "appended to" if profile.truncated else "rendered again"
+    yield "reasoning", reasoning(profile)
+    yield "tools", tools(profile)
     yield (
         "call ids",
-        {"free": "not shown", "rendered": "shown", "nine": "shown; nine letters or digits"}[found.call_ids],
+        {"free": "not shown", "rendered": "shown", "nine": "shown; nine letters or digits"}[profile.call_ids],
     )
-    unsafe = ", ".join(map(repr, found.unsafe))
+    unsafe = ", ".join(map(repr, profile.unsafe))
     yield "content", f"can spell {unsafe}" if unsafe else "never becomes control tokens"
-    yield "date", "printed; frozen at the start" if found.prints_date else "not printed"
-    for rule in found.rules:
+    yield "date", "printed; frozen at the start" if profile.prints_date else "not printed"
+    for rule in profile.rules:
         yield "rule", f"{rule}: {by[rule]}"
-    for note in found.notes:
+    for note in profile.notes:
         yield "note", note
-    if not found.rules:
+    if not profile.rules:
         yield "rules", "none needed: every conversation is rendered as the template has it"
-    if found.tool_format is None:
+    if profile.tool_format is None:
         yield "note", REMEDY
 
 
-def reasoning(found: Any) -> str:
-    if found.reasoning is None:
+def reasoning(profile: Any) -> str:
+    if profile.reasoning is None:
         return "none"
-    parts = [found.reasoning, "rendered" if found.keeps_reasoning else "not rendered"]
-    if found.opens_thinking:
+    parts = [profile.reasoning, "rendered" if profile.keeps_reasoning else "not rendered"]
+    if profile.opens_thinking:
         parts.append("opened by the generation prompt")
-    if found.strips:
-        parts.append(f"stripped before {', '.join(found.strips)}")
+    if profile.strips:
+        parts.append(f"stripped before {', '.join(profile.strips)}")
     return "; ".join(parts)
 
 
-def tools(found: Any) -> str:
-    if found.tool_format is None:
+def tools(profile: Any) -> str:
+    if profile.tool_format is None:
         return "none"
-    return f"{found.tool_format}; {'parallel calls' if found.parallel_calls else 'one call a turn'}"
+    return f"{profile.tool_format}; {'parallel calls' if profile.parallel_calls else 'one call a turn'}"

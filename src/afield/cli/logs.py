@@ -42,8 +42,8 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.tail is not None and args.tail < 0:
         raise UsageError(f"--tail {args.tail} must be 0 or more")
-    found = runs_named(args.name)
-    directories = [home for run in found for home in (run, RunDirectory(run.path / "verifiers"))]
+    run_paths = runs_named(args.name)
+    directories = [home for run in run_paths for home in (run, RunDirectory(run.path / "verifiers"))]
     running = [session for session in running_sessions(args.name) if session.id == args.session]
     files = [directory.logs / f"{args.session}.log" for directory in directories]
     # A prewarmed worker has its own log file, which it names in `where`.

@@ -38,13 +38,13 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    found = find_run(Environment.read().runs, args.name)
+    run_path = find_run(Environment.read().runs, args.name)
     if args.session:
-        show_rollout(found, args)
+        show_rollout(run_path, args)
     elif args.rollouts:
-        list_rollouts(found, as_json=args.json)
+        list_rollouts(run_path, as_json=args.json)
     else:
-        show_run(found, args)
+        show_run(run_path, args)
     return 0
 
 

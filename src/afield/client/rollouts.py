@@ -420,14 +420,13 @@ class RolloutClient:
             self._loop.result().call_soon_threadsafe(call)
 
 
-def _check_same(known: Rollout, rollout: Rollout) -> None:
-    if digest(known.task) != digest(rollout.task):
-        message = f"rollout {rollout.id} is known with another row, of input {known.task.id!r}"
+def _check_same(running: Rollout, rollout: Rollout) -> None:
+    if digest(running.task) != digest(rollout.task):
+        message = f"rollout {rollout.id} is running with another row, of input {running.task.id!r}"
         raise Conflict(f"{message}; give this one another rollout_id")
-    if (known.split, known.sampling) != (rollout.split, rollout.sampling):
-        message = (
-            f"rollout {rollout.id} is known with another split or sampling ({known.split}, {known.sampling})"
-        )
+    if (running.split, running.sampling) != (rollout.split, rollout.sampling):
+        other = f"{running.split}, {running.sampling}"
+        message = f"rollout {rollout.id} is running with another split or sampling ({other})"
         raise Conflict(f"{message}; give this one another rollout_id")
 
 

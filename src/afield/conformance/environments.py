@@ -165,6 +165,6 @@ def _run(command: Sequence[str], cwd: Path | None = None, timeout_s: float | Non
     except subprocess.TimeoutExpired as error:
         raise Unavailable(f"{' '.join(command[:6])} ... took more than {timeout_s:g} s") from error
     if done.returncode:
-        told = (done.stderr or done.stdout).strip().splitlines()[-8:]
-        raise Unavailable(f"{' '.join(command[:6])} ... failed:\n" + "\n".join(told))
+        lines = (done.stderr or done.stdout).strip().splitlines()[-8:]
+        raise Unavailable(f"{' '.join(command[:6])} ... failed:\n" + "\n".join(lines))
     return done.stdout

@@ -50,24 +50,24 @@ def values() -> dict[str, Any]:
     }
 
 
-def on_this_machine(told: TrainConfig) -> bool:
+def on_this_machine(config: TrainConfig) -> bool:
     """Whether a run uses the local servers."""
-    return told.runtime_name == "agentcore" and told.transport.startswith(
+    return config.runtime_name == "agentcore" and config.transport.startswith(
         f"s3://{BUCKET}?queues=afield&endpoint="
     )
 
 
 @contextmanager
-def running(told: TrainConfig, environ: Mapping[str, str], logs: Path) -> Generator[None]:
+def running(config: TrainConfig, environ: Mapping[str, str], logs: Path) -> Generator[None]:
     """Run the local servers during the block."""
     if importlib.util.find_spec("moto") is None or importlib.util.find_spec("flask") is None:
         raise UsageError("a cloud on this machine needs moto: pip install 'afield[local-aws]'")
-    cloud = told.agentcore
+    cloud = config.agentcore
     aws = urlsplit(cloud.env["AWS_ENDPOINT_URL"]).port
     acr = urlsplit(cloud.endpoint_url).port
     python = [sys.executable, "-m"]
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    allowed = [f"127.0.0.1:{port}" for port in (told.gateway_port, aws)]
+    allowed = [f"127.0.0.1:{port}" for port in (config.gateway_port, aws)]
     with ExitStack() as stack:
 
         def start(name: str, *command: str) -> None:
@@ -77,7 +77,7 @@ def running(told: TrainConfig, environ: Mapping[str, str], logs: Path) -> Genera
         start(
             "agentcore-local",
             *("afield", "agentcore-local", "--json", "--exit-with-parent", "--port", str(acr)),
-            *("--image", f"{cloud.container_uri}={told.agent}", "--logs", str(logs / "agentcore-local")),
+            *("--image", f"{cloud.container_uri}={config.agent}", "--logs", str(logs / "agentcore-local")),
             *("--starts-per-s", str(QUICK), "--stops-per-s", str(QUICK), "--sessions", "1000"),
             *("--warm", "afield.sdk.prewarm_aws", "--warm", "afield.sdk.prewarm_openai"),
             *(word for address in allowed for word in ("--allow", address)),

@@ -106,13 +106,13 @@ def _build(program: Program, directory: Path, path: list[str]) -> BwrapArgs:
     return BwrapArgs(tuple(command), tuple(mounted), tuple(sealed), tuple(hidden))
 
 
-def _folders(agent: Iterable[str], shown: Sequence[str]) -> list[str]:
+def _folders(agent: Iterable[str], visible: Sequence[str]) -> list[str]:
     """Folder of the agent's file, mounted as an empty read-only directory around the agent's code.
 
     Empty list if the folder is already mounted or contains system directories.
     """
     file = next((Path(place) for place in agent if Path(place).is_file()), None)
-    if file is None or any(file.parent.is_relative_to(place) for place in ("/usr", *shown)):
+    if file is None or any(file.parent.is_relative_to(place) for place in ("/usr", *visible)):
         return []
     shared = (Path("/etc"), Path("/usr"), Path("/dev"), Path("/proc"), *map(Path, SCRATCH))
     if any(place.is_relative_to(file.parent) for place in shared):

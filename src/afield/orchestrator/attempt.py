@@ -180,13 +180,13 @@ class AttemptRunner:
         """Number of tokens that an attempt sampled; 0 if the gateway does not answer."""
         session_id = attempt.session_id
         try:
-            found = await self.gateway_calls.call("states", lambda: self._gateway.states([session_id]))
+            states = await self.gateway_calls.call("states", lambda: self._gateway.states([session_id]))
         except Outage:
             raise
         except Exception as error:
             log.warning("attempt %s: sampled tokens unknown: %s", session_id, describe_error(error))
             return 0
-        state = found.get(session_id)
+        state = states.get(session_id)
         return state.tokens.get("sampled", 0) if state else 0
 
     async def unsupported_reason(self, attempt: Attempt) -> str:
@@ -204,15 +204,15 @@ class AttemptRunner:
 
     async def _still_runs(self, attempt: Attempt) -> bool:
         """Whether the agent that an earlier process launched still runs."""
-        found = await self._adopted(attempt)
-        if found or (found is False and not self._verifier):
-            return found
+        adopted = await self._adopted(attempt)
+        if adopted or (adopted is False and not self._verifier):
+            return adopted
         session_id = attempt.session_id
         states = await self.gateway_calls.call("states", lambda: self._gateway.states([session_id]))
         state = states.get(session_id)
         if state is None or state.phase != "open":
             return self._verifier is not None and state is not None and state.phase == "completed"
-        if found is False:
+        if adopted is False:
             return False
         seen = state.unseen_s if state.unseen_s is not None else state.idle_s
         return bool(state.in_flight) or seen <= self._config.deadlines.heartbeat_timeout_s

@@ -127,11 +127,11 @@ class RateController(Struct):
     refused: int = 0
     """Number of refusals since then."""
 
-    def rate(self, now: float, given: float | None) -> float | None:
-        """Current rate per second; None if it is unlimited. `given` is the configured rate."""
-        most = math.inf if given is None else given * self.used
+    def rate(self, now: float, limit: float | None) -> float | None:
+        """Current rate per second; None if it is unlimited. `limit` is the configured rate."""
+        most = math.inf if limit is None else limit * self.used
         if self.low is None:
-            return None if given is None else most
+            return None if limit is None else most
         past = abs(now - self.since)
         if past < SOON_S:
             grown = self.low + (self.knee - self.low) * past / SOON_S
@@ -139,58 +139,58 @@ class RateController(Struct):
             grown = self.knee + (self.aim - self.knee) * (past - SOON_S) / (RECOVER_S - SOON_S)
         return min(most, grown)
 
-    def reserve(self, now: float, given: float | None) -> float:
+    def reserve(self, now: float, limit: float | None) -> float:
         """Reserve the next call and return its time."""
         self._learn(now)
         self._count(now)
         if self.paused_until > now + LONGEST_PAUSE_S:
             self.paused_until = now
-        rate = self.rate(now, given)
+        rate = self.rate(now, limit)
         if rate is None:
             return max(now, self.paused_until)
         gap = 1 / rate
         if self.free > now + LONGEST_PAUSE_S + 1000 * gap:
             self.free = now
-        due = max(now, self.free - _early(rate), self.paused_until, self._window(now, given))
+        due = max(now, self.free - _early(rate), self.paused_until, self._window(now, limit))
         self.free = max(due, self.free) + gap
-        self._keep(due, given)
+        self._keep(due, limit)
         return due
 
-    def late(self, due: float, now: float, given: float | None) -> None:
+    def late(self, due: float, now: float, limit: float | None) -> None:
         """Record that the call due at `due` is made now; later calls catch up by at most `LATE_S`."""
         self._learn(now)
         if due in self.sent:
             self.sent.remove(due)
             insort(self.sent, now)
-        if rate := self.rate(now, given):
+        if rate := self.rate(now, limit):
             self.free = max(self.free, now + 1 / rate - LATE_S)
 
-    def _window(self, now: float, given: float | None) -> float:
+    def _window(self, now: float, limit: float | None) -> float:
         """Earliest time at which one more call keeps the configured rate in the second before it."""
-        if given is None:
+        if limit is None:
             return -math.inf
-        calls = max(1, math.floor(given))
+        calls = max(1, math.floor(limit))
         if len(self.sent) < calls or self.sent[-calls] > now + LONGEST_PAUSE_S:
             return -math.inf
-        return self.sent[-calls] + calls / given
+        return self.sent[-calls] + calls / limit
 
-    def _keep(self, due: float, given: float | None) -> None:
-        if given is not None:
+    def _keep(self, due: float, limit: float | None) -> None:
+        if limit is not None:
             insort(self.sent, due)
-            del self.sent[: -max(1, math.floor(given))]
+            del self.sent[: -max(1, math.floor(limit))]
 
-    def cut(self, now: float, given: float | None, retry_after_s: float | None) -> None:
+    def cut(self, now: float, limit: float | None, retry_after_s: float | None) -> None:
         """Record a refusal: pause if requested, and lower or learn the rate."""
         if retry_after_s is not None and retry_after_s > 0:
             self.paused_until = max(self.paused_until, now + min(retry_after_s, LONGEST_PAUSE_S))
-        rate = self.rate(now, given)
+        rate = self.rate(now, limit)
         if rate is None:
             self._refuse(now)
-        elif given is not None and rate == given * self.used and self._by_chance(now):
+        elif limit is not None and rate == limit * self.used and self._by_chance(now):
             self.used = max(USED_AT_LEAST, self.used - SHAVED)
             self.free += 1 / rate
         elif self.low is None or abs(now - self.since) >= CUT_EVERY_S:
-            self._grow(now, max(rate / 2, (given or 1.0) / 64), KNEE * rate, given or PROBE * rate)
+            self._grow(now, max(rate / 2, (limit or 1.0) / 64), KNEE * rate, limit or PROBE * rate)
 
     def _by_chance(self, now: float) -> bool:
         """Whether a refusal is isolated, as happens when calls arrive unevenly."""

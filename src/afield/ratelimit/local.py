@@ -86,13 +86,13 @@ class Unlimited(LocalLimiter):
         super().__init__(RateLimits())
 
 
-async def _wait_for_turn(controller: RateController, given: float | None) -> None:
-    due = controller.reserve(_now(), given)
+async def _wait_for_turn(controller: RateController, limit: float | None) -> None:
+    due = controller.reserve(_now(), limit)
     while (rest := due - _now()) > TICK_S:
         await asyncio.sleep(rest)
         if controller.paused_until > due:
-            due = controller.reserve(_now(), given)
-    controller.late(due, _now(), given)
+            due = controller.reserve(_now(), limit)
+    controller.late(due, _now(), limit)
 
 
 def _now() -> float:

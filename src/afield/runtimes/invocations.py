@@ -68,10 +68,10 @@ async def post(
         raise TaskFailure(f"the payload of {attempt.session_id} {error}", Reason.LAUNCH) from error
     headers |= key.sign("POST", "/invocations", body) if key else {}
     async with http.post(f"{url}/invocations", data=body, headers=headers, timeout=timeout) as response:
-        said = await _read_body(response)
+        body_text = await _read_body(response)
         if response.status not in (200, 202):
-            raise _error_of(attempt, response, said.decode("utf-8", "replace"))
-    return _decode(said).instance
+            raise _error_of(attempt, response, body_text.decode("utf-8", "replace"))
+    return _decode(body_text).instance
 
 
 def check_accepted(session_id: str, answer: bytes, where: str) -> None:
@@ -118,13 +118,13 @@ async def delete(
 
 async def _read_body(response: aiohttp.ClientResponse) -> bytes:
     """Read a response body up to MAX_ANSWER_BYTES: an agent's answer may be endless."""
-    said = b""
+    body = b""
     async for piece in response.content.iter_any():
-        said += piece
-        if len(said) > MAX_ANSWER_BYTES:
+        body += piece
+        if len(body) > MAX_ANSWER_BYTES:
             response.close()
             break
-    return said
+    return body
 
 
 def failure_of(attempt: Attempt, status: int, said: str) -> RolloutFailure:

@@ -521,12 +521,12 @@ class ProcessRuntime:
     def _fail_sessions(self, worker: AgentWorker, ended: str) -> None:
         tail = worker.tail()
         if not worker.served and not worker.retired:
-            said = f"{worker.name} died with {ended} before it served; its log ends: {tail}"
-            self._record_failed_start(worker, InfrastructureFailure(said, Reason.LAUNCH))
+            message = f"{worker.name} died with {ended} before it served; its log ends: {tail}"
+            self._record_failed_start(worker, InfrastructureFailure(message, Reason.LAUNCH))
         for session_id in list(worker.sessions):
-            said = f"{worker.name} (pid {worker.pid}) died with {ended} while {session_id} ran"
+            message = f"{worker.name} (pid {worker.pid}) died with {ended} while {session_id} ran"
             self._attempts.record_exit(
-                session_id, failed_exit(f"{said}; its log ends: {tail}", Reason.DIED, tail)
+                session_id, failed_exit(f"{message}; its log ends: {tail}", Reason.DIED, tail)
             )
             self._release(worker, session_id)
 
@@ -558,8 +558,8 @@ class ProcessRuntime:
 
 
 def _rejected(worker: AgentWorker, attempt: Attempt, why: str, reason: Reason) -> InfrastructureFailure:
-    said = f"{worker.name} did not take {attempt.session_id}: {why}; its log ends: {worker.tail()}"
-    return InfrastructureFailure(said, reason)
+    message = f"{worker.name} did not take {attempt.session_id}: {why}; its log ends: {worker.tail()}"
+    return InfrastructureFailure(message, reason)
 
 
 def _copy(failure: InfrastructureFailure) -> InfrastructureFailure:

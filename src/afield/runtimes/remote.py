@@ -132,8 +132,8 @@ class RemoteRuntime:
             await self._group.__aexit__(None, None, None)
         finally:
             for session_id in self._attempts:
-                said = f"{session_id}: the runtime was closed; the agent may run on"
-                self._attempts.record_exit(session_id, failed_exit(said, Reason.CANCELLED))
+                message = f"{session_id}: the runtime was closed; the agent may run on"
+                self._attempts.record_exit(session_id, failed_exit(message, Reason.CANCELLED))
             await self._http.close()
 
     @property
@@ -147,9 +147,11 @@ class RemoteRuntime:
         """Raise UsageError unless at least one server answers."""
         answers = await asyncio.gather(*(self._ping(address) for address in self._servers))
         if not any(isinstance(answer, PingResponse) for answer in answers):
-            said = "; ".join(f"{a.url}: {answer}" for a, answer in zip(self._servers, answers, strict=True))
+            message = "; ".join(
+                f"{a.url}: {answer}" for a, answer in zip(self._servers, answers, strict=True)
+            )
             raise UsageError(
-                f"no agent answers GET /ping ({said});"
+                f"no agent answers GET /ping ({message});"
                 " start one, for example with: python -m afield.sdk.serve agent.py:agent --port 8080"
             )
 
@@ -263,8 +265,8 @@ class RemoteRuntime:
         if busy:
             asked = [error.retry_after_s for error in busy if error.retry_after_s is not None]
             raise RateLimited(str(busy[0]), min(asked, default=None))
-        said = f"no address takes {session_id}: {'; '.join(silent)}"
-        raise InfrastructureFailure(said, Reason.LAUNCH)
+        message = f"no address takes {session_id}: {'; '.join(silent)}"
+        raise InfrastructureFailure(message, Reason.LAUNCH)
 
     async def _post(self, address: AgentServer, attempt: Attempt, payload: dict[str, Any]) -> str:
         """Post with one retry, at the same server.
@@ -279,8 +281,8 @@ class RemoteRuntime:
                 if not last and isinstance(error, NOT_CONNECTED):
                     raise
                 if last or isinstance(error, TimeoutError):
-                    said = f"{address.url} did not take {attempt.session_id}: {_describe(error)}"
-                    raise InfrastructureFailure(said, Reason.LAUNCH) from error
+                    message = f"{address.url} did not take {attempt.session_id}: {_describe(error)}"
+                    raise InfrastructureFailure(message, Reason.LAUNCH) from error
         raise AssertionError("unreachable")
 
     async def _delete(self, address: AgentServer, attempt: Attempt) -> None:
@@ -308,8 +310,8 @@ class RemoteRuntime:
                 address.unreachable_since = asked_at
             silent_s = asyncio.get_running_loop().time() - address.unreachable_since
             if silent_s >= self._unreachable_s:
-                said = f"{address.url} has not answered for {silent_s:.0f} s: {answer}"
-                self._fail(address, expected, said)
+                message = f"{address.url} has not answered for {silent_s:.0f} s: {answer}"
+                self._fail(address, expected, message)
 
     def _record_ended(self, address: AgentServer, expected: dict[str, str], said: PingResponse) -> None:
         active = said.active
@@ -333,13 +335,13 @@ class RemoteRuntime:
         answers = await asyncio.gather(*(self._recent_ping(address) for address in self._servers))
         silent: list[str] = []
         vague = False
-        for address, said in zip(self._servers, answers, strict=True):
-            if said is None:
+        for address, message in zip(self._servers, answers, strict=True):
+            if message is None:
                 silent.append(address.url)
-            elif said.active is None:
-                vague |= said.status != "Healthy"
-            elif session_id in said.active:
-                return SessionLocation(server=address, instance=said.instance)
+            elif message.active is None:
+                vague |= message.status != "Healthy"
+            elif session_id in message.active:
+                return SessionLocation(server=address, instance=message.instance)
         return SessionLocation(unreachable=silent, ambiguous=vague)
 
     async def _search(self, session_id: str) -> None:
@@ -356,8 +358,8 @@ class RemoteRuntime:
             elif not sighting.unreachable:
                 heard_at = loop.time()
             elif loop.time() - heard_at >= self._unreachable_s:
-                said = f"{session_id} is not to be found; silent: {', '.join(sighting.unreachable)}"
-                self._attempts.record_exit(session_id, failed_exit(said, Reason.DIED))
+                message = f"{session_id} is not to be found; silent: {', '.join(sighting.unreachable)}"
+                self._attempts.record_exit(session_id, failed_exit(message, Reason.DIED))
 
     async def _recent_ping(self, address: AgentServer) -> PingResponse | None:
         """Ping answer of at most one poll interval ago; None if the server does not answer.

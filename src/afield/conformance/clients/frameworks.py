@@ -256,9 +256,9 @@ def _typed(said: str, *commands: str, complete: bool = False) -> ModelReply:
 def _scenario() -> Scenario:
     replies: dict[str, Answer] = {}
     for n in range(9):
-        said = LONG if n == 5 else f"Step {n} is done, naïvely ☂."
+        message = LONG if n == 5 else f"Step {n} is done, naïvely ☂."
         before = ["true"] if n == 0 else [MUCH] if n == 6 else []
-        replies[f"main-{n}"] = _typed(said, *before, shell("main", n + 1))
+        replies[f"main-{n}"] = _typed(message, *before, shell("main", n + 1))
     replies["main-9"] = _typed("All steps are done. ✓", complete=True)
     # The summary loses the last keystrokes, so the answers name the step to continue from.
     asides: dict[str, Answer] = {

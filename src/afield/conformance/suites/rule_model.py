@@ -229,8 +229,8 @@ def _wanted(question: str, tools: Sequence[ToolSpec]) -> list[ToolSpec]:
     named = [tool for tool in tools if re.search(rf"(?<!\w){re.escape(tool.name)}(?!\w)", question)]
     if named:
         return sorted(named, key=lambda tool: question.index(tool.name))
-    said = {_stem(word) for word in re.findall(r"[^\W_]+", question.lower())} - COMMON
-    return [tool for tool in tools if said & _subject(tool)]
+    stems = {_stem(word) for word in re.findall(r"[^\W_]+", question.lower())} - COMMON
+    return [tool for tool in tools if stems & _subject(tool)]
 
 
 def _subject(tool: ToolSpec) -> set[str]:
@@ -251,9 +251,9 @@ def words(talk: PromptConversation) -> str:
     if found := REPEAT.search(question):
         return found[1]
     if re.search(r"\bmy name\b", question, re.I):
-        said = [found[1] for e in talk.entries if (found := NAME.search(e.text))]
-        if said:
-            return f"Your name is {said[-1]}."
+        names = [found[1] for e in talk.entries if (found := NAME.search(e.text))]
+        if names:
+            return f"Your name is {names[-1]}."
     if found := SUM.search(question):
         value = computed(question)
         return str(value) if ONLY.search(question) else f"{found[1]} {found[2]} {found[3]} = {value}"
@@ -352,8 +352,8 @@ class _Writer:
         words = [one.get("value") for one in options]
         if not all(isinstance(word, str) for word in words):
             return options[0]
-        said = [entry.text for entry in self._talk.entries if entry.role == "assistant"]
-        left = [word for word in words if word not in said] if self._again else words
+        message = [entry.text for entry in self._talk.entries if entry.role == "assistant"]
+        left = [word for word in words if word not in message] if self._again else words
         return options[words.index(self._values.of({"enum": left or words}))]
 
     @property

@@ -124,8 +124,8 @@ class Values:
         return {name: self._value(known[name], name, root, depth + 1) for name in wanted}
 
     def _choice(self, values: list[Any]) -> Any:
-        said = self._text.lower()
-        return next((value for value in values if str(value).lower() in said), values[0])
+        message = self._text.lower()
+        return next((value for value in values if str(value).lower() in message), values[0])
 
     def _variant(self, variants: list[Any], name: str) -> Any:
         """First variant that is not null; null if the text excludes the property ("no punchline")."""

@@ -221,13 +221,13 @@ def _trainer(config: dict[str, Any], settings: VerlSettings) -> Trainer:
     )
 
 
-def _sampling(told: Mapping[str, Any], max_tokens: int) -> Sampling:
+def _sampling(values: Mapping[str, Any], max_tokens: int) -> Sampling:
     """Sampling parameters from veRL's keys, in which a top_k of -1 is off."""
     try:
         return Sampling(
-            temperature=float(told["temperature"]),
-            top_p=float(told["top_p"]),
-            top_k=max(0, int(told["top_k"])),
+            temperature=float(values["temperature"]),
+            top_p=float(values["top_p"]),
+            top_k=max(0, int(values["top_k"])),
             max_tokens=max_tokens,
         )
     except ValueError as error:
@@ -237,16 +237,18 @@ def _sampling(told: Mapping[str, Any], max_tokens: int) -> Sampling:
 def _check(given: Given, config: dict[str, Any]) -> None:
     settings, trainer = given.settings, given.trainer
     if given.quorum > trainer.rollouts:
-        told = f"afield.quorum={given.quorum} is more than the {trainer.rollouts} rollouts of a group"
-        raise UsageError(f"{told}; lower it, or raise actor_rollout_ref.rollout.n")
+        message = f"afield.quorum={given.quorum} is more than the {trainer.rollouts} rollouts of a group"
+        raise UsageError(f"{message}; lower it, or raise actor_rollout_ref.rollout.n")
     if not config["actor_rollout_ref"]["rollout"].get("calculate_log_probs", True):
         raise UsageError(
             "rollouts bring their log-probabilities, and without them a drift would go unnoticed:"
             " set actor_rollout_ref.rollout.calculate_log_probs=True"
         )
     if trainer.estimator not in ANY_ROWS and settings.branches == "auto":
-        told = f"with algorithm.adv_estimator={trainer.estimator} veRL compares rows instead of sessions, so"
+        message = (
+            f"with algorithm.adv_estimator={trainer.estimator} veRL compares rows instead of sessions, so"
+        )
         raise UsageError(
-            f"{told} a session that branches would count several times: say afield.branches=main to train"
+            f"{message} a session that branches would count several times: say afield.branches=main to train"
             " the longest row of each, or afield.branches=all if your agents never branch or you want that"
         )

@@ -226,11 +226,11 @@ def launch_error(error: AgentCoreRefused | AgentCoreNoAnswer, session_id: str, a
     return InfrastructureFailure(told, Reason.LAUNCH)
 
 
-def _agent_error(told: str, said: str) -> AfieldError:
+def _agent_error(message: str, said: str) -> AfieldError:
     """Map the status of the agent's own server, which the service reports as text."""
     found = AGENT_SAID.search(said)
     status = int(found[1] or found[2]) if found else 0
     if status in (429, 503):
-        return RateLimited(told)
+        return RateLimited(message)
     kind = TaskFailure if 400 <= status < 500 and status not in WRONG_SERVER else InfrastructureFailure
-    return kind(told, Reason.LAUNCH)
+    return kind(message, Reason.LAUNCH)

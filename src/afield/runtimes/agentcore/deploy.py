@@ -154,21 +154,23 @@ def _wanted(options: AgentCoreOptions) -> dict[str, Any]:
     }
 
 
-def _same(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+def _same(deployed: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     """Whether the deployed settings contain the wanted ones. The environment must be equal."""
-    if (found.get("environmentVariables") or {}) != wanted["environmentVariables"]:
+    if (deployed.get("environmentVariables") or {}) != wanted["environmentVariables"]:
         return False
     return all(
-        _covers(found.get(name), value) for name, value in wanted.items() if name != "environmentVariables"
+        _covers(deployed.get(name), value) for name, value in wanted.items() if name != "environmentVariables"
     )
 
 
-def _covers(found: Any, wanted: Any) -> bool:
+def _covers(deployed: Any, wanted: Any) -> bool:
     if isinstance(wanted, dict):
-        return isinstance(found, dict) and all(_covers(found.get(name), one) for name, one in wanted.items())
+        return isinstance(deployed, dict) and all(
+            _covers(deployed.get(name), one) for name, one in wanted.items()
+        )
     if isinstance(wanted, list):
-        return isinstance(found, list) and sorted(found) == sorted(wanted)
-    return found == wanted
+        return isinstance(deployed, list) and sorted(deployed) == sorted(wanted)
+    return deployed == wanted
 
 
 async def _ready(api: AgentCoreApi, runtime_id: str) -> dict[str, Any]:

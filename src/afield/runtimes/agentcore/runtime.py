@@ -149,8 +149,8 @@ class AgentCoreRuntime:
     async def __aexit__(self, *exc: object) -> None:
         self._open = False
         for session_id in self._attempts:
-            said = f"{session_id}: the runtime was closed"
-            self._attempts.record_exit(session_id, failed_exit(said, Reason.CANCELLED))
+            message = f"{session_id}: the runtime was closed"
+            self._attempts.record_exit(session_id, failed_exit(message, Reason.CANCELLED))
         self._slot_free.set()
         try:
             await self._stop_ours()
@@ -280,8 +280,8 @@ class AgentCoreRuntime:
                 async with asyncio.timeout_at(end):
                     await self._slot_free.wait()
             except TimeoutError as error:
-                said = f"{session_id} has to wait: sessions = {most} are alive"
-                raise RateLimited(said, QUOTA_S) from error
+                message = f"{session_id} has to wait: sessions = {most} are alive"
+                raise RateLimited(message, QUOTA_S) from error
         else:
             raise _stopped_error(session_id)
         if not entry.alive:

@@ -115,25 +115,25 @@ def status_from_row(row: Mapping[str, Any]) -> SessionStatus:
     )
 
 
-def status_from_inspect(session_id: str, found: Mapping[str, Any]) -> SessionStatus:
+def status_from_inspect(session_id: str, container: Mapping[str, Any]) -> SessionStatus:
     """Session status from the engine's description of one container."""
     return SessionStatus(
         session_id=session_id,
-        phase=phase_of(found["State"]["Status"]),
-        where=f"container {found['Name'].lstrip('/')}",
-        since=_seconds(found.get("Created")),
+        phase=phase_of(container["State"]["Status"]),
+        where=f"container {container['Name'].lstrip('/')}",
+        since=_seconds(container.get("Created")),
     )
 
 
-def networks_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+def networks_of(container: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Networks of a container; old engines describe one of them at the top level."""
-    settings = found.get("NetworkSettings") or {}
+    settings = container.get("NetworkSettings") or {}
     return [*(settings.get("Networks") or {}).values(), settings]
 
 
-def gateway_of(found: Mapping[str, Any]) -> tuple[str, str]:
+def gateway_of(container: Mapping[str, Any]) -> tuple[str, str]:
     """Gateway address and subnet of a container's network; both empty if the engine reports none."""
-    for network in networks_of(found):
+    for network in networks_of(container):
         if network.get("Gateway"):
             return network["Gateway"], f"{network['Gateway']}/{network.get('IPPrefixLen') or 32}"
     return "", ""
@@ -277,8 +277,8 @@ class DockerEngine:
     async def logs(self, name: str, tail: int | None = TAIL_LINES) -> str:
         """Last `tail` lines of the log, or all for None; empty if the container does not exist."""
         lines: Any = "all" if tail is None else tail
-        said = await self._call_or_none(lambda api: api.logs(name, stdout=True, stderr=True, tail=lines))
-        return "" if said is None else said.decode("utf-8", "replace").strip()
+        output = await self._call_or_none(lambda api: api.logs(name, stdout=True, stderr=True, tail=lines))
+        return "" if output is None else output.decode("utf-8", "replace").strip()
 
     async def remove(self, name: str) -> None:
         """Kill and remove a container and its volumes; harmless if it does not exist."""
@@ -296,11 +296,11 @@ class DockerEngine:
         async with self._pulling:
             if self._has_image:
                 return
-            found = await self._call_or_none(lambda api: api.inspect_image(image)) is not None
-            if not found and pull == "never":
-                said = f"image {image!r} is not at {self.url}, and pull = 'never'"
-                raise UsageError(f"{said}; build or load it there, or set pull = 'missing'")
-            if not found or pull == "always":
+            present = await self._call_or_none(lambda api: api.inspect_image(image)) is not None
+            if not present and pull == "never":
+                message = f"image {image!r} is not at {self.url}, and pull = 'never'"
+                raise UsageError(f"{message}; build or load it there, or set pull = 'missing'")
+            if not present or pull == "always":
                 await self._pull(image)
             self._has_image = True
 
@@ -347,9 +347,9 @@ class DockerEngine:
         try:
             return work()
         except APIError as error:
-            said = str(error.explanation or error)
-            hint = "; install it on the engine's machine, or set init = false" if "-init" in said else ""
-            raise EngineRefused(said + hint) from error
+            message = str(error.explanation or error)
+            hint = "; install it on the engine's machine, or set init = false" if "-init" in message else ""
+            raise EngineRefused(message + hint) from error
         except (DockerException, RequestException, OSError) as error:
             raise Unavailable(f"the container engine at {self.url} does not answer: {error}") from error
 

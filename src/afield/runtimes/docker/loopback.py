@@ -30,12 +30,12 @@ DEFAULT_PORTS = {"http": 80, "https": 443, "redis": 6379, "nats": 4222}
 
 def loopback_ports(payload: dict[str, Any]) -> set[int]:
     """Loopback ports in a payload's `_rollout` addresses."""
-    found: set[int] = set()
+    ports: set[int] = set()
     for url in _addresses(payload).values():
         parts = urlsplit(url)
         if (port := parts.port or DEFAULT_PORTS.get(parts.scheme)) is not None:
-            found.add(port)
-    return found
+            ports.add(port)
+    return ports
 
 
 def rewrite_addresses(payload: dict[str, Any], host: str) -> dict[str, Any]:

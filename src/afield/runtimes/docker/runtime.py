@@ -81,14 +81,14 @@ class RunContainers:
 
         Raises EngineRefused if the container belongs to another run.
         """
-        found = await self._engine.inspect(container_name(session_id))
-        if found is None:
+        container = await self._engine.inspect(container_name(session_id))
+        if container is None:
             return None
-        run = (found["Config"].get("Labels") or {}).get(RUN)
+        run = (container["Config"].get("Labels") or {}).get(RUN)
         if run != self._run:
-            said = f"container {container_name(session_id)} belongs to run {run!r}, not to {self._run!r}"
-            raise EngineRefused(f"{said}; give rollouts other ids, or stop that run")
-        return found
+            message = f"container {container_name(session_id)} belongs to run {run!r}, not to {self._run!r}"
+            raise EngineRefused(f"{message}; give rollouts other ids, or stop that run")
+        return container
 
     async def check_running(self, session_id: str, unavailable_timeout_s: float = 0.0) -> dict[str, Any]:
         """Return the description of a running container.
@@ -99,18 +99,20 @@ class RunContainers:
         end = asyncio.get_running_loop().time() + unavailable_timeout_s
         name = container_name(session_id)
         while True:
-            found = await self.find(session_id)
-            if found is None:
+            container = await self.find(session_id)
+            if container is None:
                 raise InfrastructureFailure(
                     f"container {name} is gone: another program removed it", Reason.DIED
                 )
-            if phase_of(found["State"]["Status"]) is Phase.ENDED:
+            if phase_of(container["State"]["Status"]) is Phase.ENDED:
                 tail = await self._engine.logs(name)
                 what = " ".join((self._options.image, *self._options.command))
-                said = f"container {name} ({what}) {describe_exit(found['State'], self._options.limits)}"
-                raise InfrastructureFailure(f"{said}; its log ends: {tail}", Reason.DIED)
+                message = (
+                    f"container {name} ({what}) {describe_exit(container['State'], self._options.limits)}"
+                )
+                raise InfrastructureFailure(f"{message}; its log ends: {tail}", Reason.DIED)
             if asyncio.get_running_loop().time() >= end:
-                return found
+                return container
             await asyncio.sleep(SOON_S)
 
     async def list(self) -> list[SessionStatus]:
@@ -127,31 +129,31 @@ class RunContainers:
     async def remove(self, session_id: str) -> None:
         """Save the log, then remove the container with all its processes; harmless if there is none."""
         try:
-            found = await self.find(session_id)
+            container = await self.find(session_id)
         except EngineRefused as error:
             log.warning("%s was not stopped: %s", session_id, error)
             return
-        if found is not None:
+        if container is not None:
             await self._save_log(session_id)
             await self._engine.remove(container_name(session_id))
 
-    def url(self, found: dict[str, Any] | None) -> str:
+    def url(self, container: dict[str, Any] | None) -> str:
         """URL of the agent; empty while the container has no address."""
-        if found is None:
+        if container is None:
             return ""
-        published = (found["NetworkSettings"].get("Ports") or {}).get(f"{self._options.port}/tcp")
+        published = (container["NetworkSettings"].get("Ports") or {}).get(f"{self._options.port}/tcp")
         if published:
             return f"http://{self._engine.bind.address}:{published[0]['HostPort']}"
         # Internal networks publish no ports, but this machine is part of them.
-        address = next((n["IPAddress"] for n in networks_of(found) if n.get("IPAddress")), "")
+        address = next((n["IPAddress"] for n in networks_of(container) if n.get("IPAddress")), "")
         return f"http://{address}:{self._options.port}" if address and self._engine.is_local else ""
 
     async def _save_log(self, session_id: str) -> None:
         try:
-            if said := await self._engine.logs(container_name(session_id), LOG_LINES):
+            if output := await self._engine.logs(container_name(session_id), LOG_LINES):
                 path = self._log_path(session_id)
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                path.write_text(said + "\n")
+                path.write_text(output + "\n")
         except (OSError, EngineRefused) as error:
             log.warning("what %s printed was not kept: %s", session_id, error)
 
@@ -224,8 +226,8 @@ class ContainerRuntime:
     async def __aexit__(self, *exc: object) -> None:
         self._open = False
         for session_id in self._attempts:
-            said = f"{session_id}: the runtime was closed"
-            self._attempts.record_exit(session_id, failed_exit(said, Reason.CANCELLED))
+            message = f"{session_id}: the runtime was closed"
+            self._attempts.record_exit(session_id, failed_exit(message, Reason.CANCELLED))
         closing = asyncio.create_task(self._close())
         try:
             await asyncio.shield(closing)
@@ -284,10 +286,10 @@ class ContainerRuntime:
         session_id = attempt.session_id
         if self._attempts.is_running(session_id):
             return True
-        found = await self._containers.find(session_id)
-        if found is None or phase_of(found["State"]["Status"]) is Phase.ENDED:
+        container = await self._containers.find(session_id)
+        if container is None or phase_of(container["State"]["Status"]) is Phase.ENDED:
             return False
-        url = self._containers.url(found)
+        url = self._containers.url(container)
         with contextlib.suppress(*NO_ANSWER):
             if url and not _is_working(await invocations.ping(self._http, url, PING_S), session_id):
                 return False
@@ -307,10 +309,10 @@ class ContainerRuntime:
         await self._remove(session_id)
 
     async def status(self, attempt: Attempt) -> SessionStatus:
-        found = await self._containers.find(attempt.session_id)
-        if found is None:
+        container = await self._containers.find(attempt.session_id)
+        if container is None:
             return SessionStatus(session_id=attempt.session_id, phase=Phase.UNKNOWN)
-        return status_from_inspect(attempt.session_id, found)
+        return status_from_inspect(attempt.session_id, container)
 
     async def list(self) -> list[SessionStatus]:
         return await self._containers.list()
@@ -353,9 +355,9 @@ class ContainerRuntime:
                 raise
         self._check_not_stopped(session_id)
         await self._engine.start(name)
-        url, said = await self._wait_serving(session_id)
+        url, message = await self._wait_serving(session_id)
         self._urls[session_id] = url
-        if not (said.active is None and said.status != "Healthy"):
+        if not (message.active is None and message.status != "Healthy"):
             await self._post(attempt, url, await self._container_payload(session_id, payload))
         self._create_task(self._follow(session_id))
 
@@ -378,8 +380,8 @@ class ContainerRuntime:
             where = f"GET {url}/ping" if url else f"port {self._options.port}"
             waited = f"did not answer within {self._start_timeout_s:g} s: {silent}"
             tail = await self._engine.logs(container_name(session_id))
-            said = f"{where} of {container_name(session_id)} {waited}; its log ends: {tail}"
-            raise InfrastructureFailure(said, Reason.LAUNCH) from None
+            message = f"{where} of {container_name(session_id)} {waited}; its log ends: {tail}"
+            raise InfrastructureFailure(message, Reason.LAUNCH) from None
 
     async def _container_payload(self, session_id: str, payload: dict[str, Any]) -> dict[str, Any]:
         """Payload with addresses that work inside the container."""
@@ -389,9 +391,9 @@ class ContainerRuntime:
         if self._options.host:
             return rewrite_addresses(payload, self._options.host)
         if not self._engine.is_local:
-            said = f"{session_id} is sent to 127.0.0.1, which {self._engine.url} cannot reach"
+            message = f"{session_id} is sent to 127.0.0.1, which {self._engine.url} cannot reach"
             remedy = "start the gateway with --host 0.0.0.0 --public-url http://THIS_MACHINE:PORT"
-            raise InfrastructureFailure(f"{said}; {remedy}", Reason.LAUNCH)
+            raise InfrastructureFailure(f"{message}; {remedy}", Reason.LAUNCH)
         gateway, subnet = gateway_of(await self._containers.check_running(session_id))
         if gateway and await self._relays.open(gateway, subnet, ports):
             return rewrite_addresses(payload, gateway)
@@ -410,8 +412,8 @@ class ContainerRuntime:
                 await self._containers.check_running(attempt.session_id, unavailable_timeout_s=1.0)
                 if last or isinstance(error, TimeoutError):
                     why = f"{type(error).__name__}: {error}"
-                    said = f"{container_name(attempt.session_id)} did not take its payload: {why}"
-                    raise InfrastructureFailure(said, Reason.LAUNCH) from error
+                    message = f"{container_name(attempt.session_id)} did not take its payload: {why}"
+                    raise InfrastructureFailure(message, Reason.LAUNCH) from error
 
     def _check_not_stopped(self, session_id: str) -> None:
         if not self._attempts.is_running(session_id):
@@ -430,11 +432,11 @@ class ContainerRuntime:
                 if not url:
                     raise OSError(f"{session_id} has no address")
                 self._urls[session_id] = url
-                said = await invocations.ping(self._http, url, PING_S)
+                message = await invocations.ping(self._http, url, PING_S)
             except (*NO_ANSWER, Unavailable, EngineRefused):
                 self._no_answer.set()
                 continue
-            if not _is_working(said, session_id):
+            if not _is_working(message, session_id):
                 self._attempts.record_exit(session_id, Exit(lingers=True))
 
     async def _watch(self) -> None:

@@ -117,9 +117,9 @@ class ContainerSandbox:
         keep_bytes: int = KEPT,
         most_bytes: int = MAX_DOWNLOAD_BYTES,
     ) -> None:
-        given = options or ContainerOptions()
-        network = "none" if given.network == "bridge" else given.network
-        self._options = replace(given, image=image or given.image, network=network, init=False)
+        chosen = options or ContainerOptions()
+        network = "none" if chosen.network == "bridge" else chosen.network
+        self._options = replace(chosen, image=image or chosen.image, network=network, init=False)
         self._engine = DockerEngine(self._options)
         self._run = name
         # In the form of a session id, so that `list` and `afield cleanup` handle it like a session.
@@ -139,8 +139,8 @@ class ContainerSandbox:
         except BaseException as error:
             await asyncio.shield(self.__aexit__())
             if isinstance(error, EngineRefused):
-                said = f"no sandbox of {self._options.image}: {error}"
-                raise InfrastructureFailure(said, Reason.LAUNCH) from error
+                message = f"no sandbox of {self._options.image}: {error}"
+                raise InfrastructureFailure(message, Reason.LAUNCH) from error
             raise
         return self
 
@@ -270,8 +270,8 @@ class ContainerSandbox:
                 "the sandbox is gone: another program removed its container", Reason.DIED
             )
         if not found["State"]["Running"]:
-            said = describe_exit(found["State"], self._options.limits)
-            return InfrastructureFailure(f"the sandbox {said}", Reason.DIED)
+            message = describe_exit(found["State"], self._options.limits)
+            return InfrastructureFailure(f"the sandbox {message}", Reason.DIED)
         return InfrastructureFailure(f"the sandbox takes no commands: {why}", Reason.DIED)
 
 

@@ -109,17 +109,17 @@ class KubernetesCluster:
             async with self.request(
                 method, path, params=params, body=sent, headers=headers, timeout=timeout
             ) as response:
-                said = await response.read()
+                message = await response.read()
         except NO_ANSWER as error:
             raise Unavailable(f"{self.host} does not answer: {describe(error)}") from error
         if response.status >= 300:
-            raise error_of(response.status, said, response.headers.get("Retry-After", ""))
-        return said
+            raise error_of(response.status, message, response.headers.get("Retry-After", ""))
+        return message
 
     async def get(self, path: str, kind: type[T], **how: Any) -> T:
-        said = await retry_unavailable(lambda: self.call("GET", path, **how))
+        message = await retry_unavailable(lambda: self.call("GET", path, **how))
         try:
-            return msgspec.json.decode(said, type=kind)
+            return msgspec.json.decode(message, type=kind)
         except msgspec.MsgspecError as error:
             raise Unavailable(f"{self.host}{path} is not what a cluster says: {error}") from error
 
@@ -171,10 +171,10 @@ def error_of(status: int, said: bytes, retry_after: str = "") -> AfieldError:
 def parse_status(said: bytes) -> ApiStatus:
     """Decode the API server's Status object; empty if the answer is not from the API server."""
     try:
-        found = msgspec.json.decode(said, type=ApiStatus)
+        status = msgspec.json.decode(said, type=ApiStatus)
     except msgspec.MsgspecError:
         return ApiStatus()
-    return found if found.kind == "Status" else ApiStatus()
+    return status if status.kind == "Status" else ApiStatus()
 
 
 def describe(error: BaseException) -> str:
@@ -189,8 +189,8 @@ async def open_cluster(options: KubernetesOptions, token_s: float = TOKEN_S) -> 
     try:
         from kubernetes_asyncio import client
     except ImportError as error:
-        said = "the kubernetes runtime needs a library: pip install 'afield[kubernetes]'"
-        raise UsageError(f"{said} ({error})") from error
+        message = "the kubernetes runtime needs a library: pip install 'afield[kubernetes]'"
+        raise UsageError(f"{message} ({error})") from error
     configuration = client.Configuration()
     configuration.connection_pool_maxsize = 0  # unlimited
     await _configure(configuration, options, token_s)
@@ -361,8 +361,8 @@ class Watch(Generic[K]):
             if response.status == GONE:
                 raise _Expired
             if response.status >= 300:
-                said = await response.read()
-                raise error_of(response.status, said, response.headers.get("Retry-After", ""))
+                message = await response.read()
+                raise error_of(response.status, message, response.headers.get("Retry-After", ""))
             async for line in response.content:
                 # A line without a line end was cut off with the connection.
                 if line.endswith(b"\n") and line.strip():

@@ -72,10 +72,10 @@ async def _may(cluster: KubernetesCluster, group: str, resource: str, sub: str, 
         "spec": {"resourceAttributes": {**attributes, "subresource": sub}},
     }
     try:
-        said = await retry_unavailable(lambda: cluster.call("POST", REVIEWS, body=body))
+        review = await retry_unavailable(lambda: cluster.call("POST", REVIEWS, body=body))
     except KubernetesRefused:
         return True  # the credentials may not ask; the first Job shows it
-    return msgspec.json.decode(said, type=AccessReview).status.allowed
+    return msgspec.json.decode(review, type=AccessReview).status.allowed
 
 
 async def _parts(cluster: KubernetesCluster, options: KubernetesOptions) -> None:

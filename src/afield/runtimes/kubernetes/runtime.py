@@ -219,8 +219,8 @@ class KubernetesRuntime:
         self._open = False
         try:
             for session_id in self._attempts:
-                said = f"{session_id}: the runtime was closed"
-                self._attempts.record_exit(session_id, failed_exit(said, Reason.CANCELLED))
+                message = f"{session_id}: the runtime was closed"
+                self._attempts.record_exit(session_id, failed_exit(message, Reason.CANCELLED))
             for session in self._sessions.sessions.values():
                 session.changed_event.set()
             if self._launches:
@@ -271,8 +271,8 @@ class KubernetesRuntime:
             return None
         if lives is False:
             self._sessions.remove(session_id)
-            said = f"no agent works on {session_id}"
-            self._attempts.discard(session_id, failed_exit(said, Reason.DIED))
+            message = f"no agent works on {session_id}"
+            self._attempts.discard(session_id, failed_exit(message, Reason.DIED))
         return lives
 
     async def wait(self, attempt: Attempt) -> Exit:
@@ -305,11 +305,11 @@ class KubernetesRuntime:
     async def logs(self, attempt: Attempt) -> str:
         """Log of the pod while it exists, then the saved copy."""
         pod = await self._namespace.pod_of(attempt.session_id)
-        said = await (await self._namespace.pods()).log(pod.metadata.name) if pod else ""
-        if not said:
+        message = await (await self._namespace.pods()).log(pod.metadata.name) if pod else ""
+        if not message:
             with contextlib.suppress(OSError):
                 return self._log_file(attempt.session_id).read_text(errors="replace")
-        return said
+        return message
 
     # --- launching -------------------------------------------------------------------------------
 
@@ -332,8 +332,8 @@ class KubernetesRuntime:
             await self._delete_failed(session)
             return throttled
         except TimeoutError:
-            said = f"was not ready within {self._start_timeout_s:g} s: {session.observed.summary}"
-            failure = InfrastructureFailure(f"{session_id} {said}", Reason.LAUNCH)
+            message = f"was not ready within {self._start_timeout_s:g} s: {session.observed.summary}"
+            failure = InfrastructureFailure(f"{session_id} {message}", Reason.LAUNCH)
         except (Unavailable, KubernetesRefused) as error:
             failure = InfrastructureFailure(f"{session_id} cannot be launched: {error}", Reason.LAUNCH)
         except RolloutFailure as error:
@@ -474,12 +474,12 @@ class KubernetesRuntime:
         """Save the log before the pod is deleted; returns its tail."""
         if session.log or session.pod is None:
             return session.log
-        said = await (await self._namespace.pods()).log(session.pod.metadata.name)
-        session.log = said[-TAIL:].strip()
-        if said:
+        message = await (await self._namespace.pods()).log(session.pod.metadata.name)
+        session.log = message[-TAIL:].strip()
+        if message:
             try:
                 self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._log_file(session.id).write_text(said)
+                self._log_file(session.id).write_text(message)
             except OSError as error:
                 log.warning("the log of %s cannot be kept: %s", session.id, error)
         return session.log
@@ -491,11 +491,11 @@ class KubernetesRuntime:
 def _failure(session: KubernetesSession, end: SessionEnd, tail: str) -> Failure | None:
     if end.said:
         reason = end.reason if session.was_ready or end.reason is not Reason.DIED else Reason.LAUNCH
-        said = f"{session.id}: {end.said}"
+        message = f"{session.id}: {end.said}"
     elif session.was_ready:
         return None
     else:
-        reason, said = Reason.LAUNCH, f"{session.id} ended before it served"
+        reason, message = Reason.LAUNCH, f"{session.id} ended before it served"
     if tail:
-        said = f"{said}{LOG_ENDS}{tail}"
-    return InfrastructureFailure(said, reason).failure
+        message = f"{message}{LOG_ENDS}{tail}"
+    return InfrastructureFailure(message, reason).failure

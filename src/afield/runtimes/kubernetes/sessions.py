@@ -80,26 +80,26 @@ class PodClient:
             async with self._cluster.request(
                 "POST", self._path(pod, "invocations"), body=body, headers=headers
             ) as response:
-                said = await response.read()
+                message = await response.read()
         except NO_ANSWER as error:
             return PostError(describe(error), again=not isinstance(error, TimeoutError))
         if response.status in (200, 202):
             return None
         retry_after = response.headers.get("Retry-After", "")
-        if parse_status(said).kind:
-            error = error_of(response.status, said, retry_after)
+        if parse_status(message).kind:
+            error = error_of(response.status, message, retry_after)
             if isinstance(error, Unavailable | RateLimited):
                 return PostError(str(error), again=response.status != 504)
             raise error
         # An agent alone in its pod cannot be busy, so a busy status is an infrastructure failure.
-        raise invocations.failure_of(attempt, response.status, said.decode("utf-8", "replace"))
+        raise invocations.failure_of(attempt, response.status, message.decode("utf-8", "replace"))
 
     async def ping(self, pod: str) -> PingResponse | None:
         timeout = aiohttp.ClientTimeout(total=PING_S, sock_connect=min(PING_S, CONNECT_S))
         try:
             async with self._cluster.request("GET", self._path(pod, "ping"), timeout=timeout) as response:
-                said = await response.read()
-            return msgspec.json.decode(said, type=PingResponse) if response.status == 200 else None
+                message = await response.read()
+            return msgspec.json.decode(message, type=PingResponse) if response.status == 200 else None
         except (*NO_ANSWER, msgspec.MsgspecError):
             return None
 
@@ -109,10 +109,10 @@ class PodClient:
         params = {"container": CONTAINER, "tailLines": str(LOG_LINES)}
         headers = {"Accept": "*/*"}
         try:
-            said = await self._cluster.call("GET", path, params=params, headers=headers, timeout_s=LOG_S)
+            message = await self._cluster.call("GET", path, params=params, headers=headers, timeout_s=LOG_S)
         except AfieldError:
             return ""
-        return said[-LOG_BYTES:].decode("utf-8", "replace")
+        return message[-LOG_BYTES:].decode("utf-8", "replace")
 
     async def of(self, selector: str) -> list[Pod]:
         """Pods by label selector, the newest first."""
@@ -295,10 +295,10 @@ class SessionTracker:
         pod = session.pod
         if pod is None or pod.status.phase in ("Pending", "Succeeded", "Failed"):
             return False
-        said = await (await self._namespace.pods()).ping(pod.metadata.name)
-        if said is None:
+        message = await (await self._namespace.pods()).ping(pod.metadata.name)
+        if message is None:
             return None
-        return said.status != "Healthy" if said.active is None else session.id in said.active
+        return message.status != "Healthy" if message.active is None else session.id in message.active
 
     def watches(self, cluster: KubernetesCluster) -> list[Coroutine[Any, Any, None]]:
         selector = self._namespace.selector

@@ -156,8 +156,10 @@ class RayCluster:
             cluster = cls._shared = cls(address, runtime_env)
         if (cluster.address, cluster.runtime_env) != (address, runtime_env):
             has = f"the Ray cluster {cluster.address!r} with {cluster.runtime_env}"
-            said = f"this process is connected to {has}; {address!r} with {runtime_env} needs another process"
-            raise UsageError(said)
+            message = (
+                f"this process is connected to {has}; {address!r} with {runtime_env} needs another process"
+            )
+            raise UsageError(message)
         cluster._users += 1
         try:
             await cluster.run(cluster._connect)
@@ -201,8 +203,8 @@ class RayCluster:
         try:
             ray.init(**asked)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            said = f"the Ray cluster {self.address or 'of this machine'!r} cannot be used: {error}"
-            raise UsageError(f"{said}; is it up, and of version {ray.__version__}?") from error
+            message = f"the Ray cluster {self.address or 'of this machine'!r} cannot be used: {error}"
+            raise UsageError(f"{message}; is it up, and of version {ray.__version__}?") from error
         self.owned = True
 
     def _disconnect(self) -> None:
@@ -231,5 +233,7 @@ def _check_reachable(address: str) -> None:
         with contextlib.closing(socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S)):
             return
     except OSError as error:
-        said = f"no Ray cluster answers at {address}: {error}"
-        raise UsageError(f"{said}; start one with `ray start --head`, or leave the address empty") from error
+        message = f"no Ray cluster answers at {address}: {error}"
+        raise UsageError(
+            f"{message}; start one with `ray start --head`, or leave the address empty"
+        ) from error

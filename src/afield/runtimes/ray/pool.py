@@ -126,18 +126,18 @@ async def _await_ref(ref: Any) -> Any:
     loop = asyncio.get_running_loop()
     arrived: asyncio.Future[Any] = loop.create_future()
 
-    def put(told: Any) -> None:
+    def put(result: Any) -> None:
         if arrived.done():
             return
-        if (error := told.exception()) is not None:
+        if (error := result.exception()) is not None:
             arrived.set_exception(error)
         else:
-            arrived.set_result(told.result())
+            arrived.set_result(result.result())
 
-    def tell(told: Any) -> None:
+    def tell(result: Any) -> None:
         # The loop may be closed if the program ends before the answer arrives.
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(put, told)
+            loop.call_soon_threadsafe(put, result)
 
     ref.future().add_done_callback(tell)
     return await arrived
@@ -256,8 +256,8 @@ class ActorPool:
             async with asyncio.timeout(SLOT_TIMEOUT_S):
                 while True:
                     if not self._wanted(session_id):
-                        said = f"{session_id} was stopped before it started"
-                        raise InfrastructureFailure(said, Reason.CANCELLED)
+                        message = f"{session_id} was stopped before it started"
+                        raise InfrastructureFailure(message, Reason.CANCELLED)
                     able = [place for place in self._actors if place.ready and place.free_slots > 0]
                     if able:
                         return self._enter(max(able, key=lambda place: place.free_slots), session_id)

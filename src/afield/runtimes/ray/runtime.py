@@ -202,14 +202,14 @@ class RayRuntime:
         except WireError as error:
             raise TaskFailure(f"the payload of {session_id} {error}", Reason.LAUNCH) from error
         except ActorLost as error:
-            said = f"actor {handle.name} is gone, and {session_id} with it: {error}"
-            raise InfrastructureFailure(said, Reason.DIED) from error
+            message = f"actor {handle.name} is gone, and {session_id} with it: {error}"
+            raise InfrastructureFailure(message, Reason.DIED) from error
         if isinstance(answer, SessionExited):
             await self._save_log(answer)
             raise InfrastructureFailure(_died(answer), Reason.DIED)
         if answer.refused:
-            said = f"the agent refused the payload of {session_id}: {answer.refused}"
-            raise RateLimited(said) if answer.busy else TaskFailure(said, Reason.LAUNCH)
+            message = f"the agent refused the payload of {session_id}: {answer.refused}"
+            raise RateLimited(message) if answer.busy else TaskFailure(message, Reason.LAUNCH)
         if not self._attempts.is_running(session_id):
             await self._end(handle, session_id)
             raise InfrastructureFailure(f"{session_id} was stopped before it started", Reason.CANCELLED)
