@@ -172,7 +172,7 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
         (lines[:-1], "ends where a RowColumns should follow"),
         (lines[:3], "ends where a RolloutRecord should follow"),
         ([], "ends where a FileHeader should follow"),
-        ([*lines, lines[-1]], "line 10: there is more than the 4 rows"),
+        ([*lines, lines[-1]], "line 10: more rows than the 4 that its header states"),
         ([*lines[:-1], lines[-1][:40]], "line 9: "),
     ]:
         path.write_bytes(b"".join(kept))

@@ -185,5 +185,5 @@ def test_a_place_with_quotas_is_asked_at_its_own_rate(
         {"model": "", "runtime": "agentcore", "agentcore": {"arn": arn, **quotas}}, TrainConfig, "test"
     )
     assert isinstance(client.limiter, LocalLimiter)
-    assert client.limiter.pace == wanted
-    assert factory.limiter(train, limits).pace == wanted
+    assert client.limiter.limits == wanted
+    assert factory.limiter(train, limits).limits == wanted

@@ -125,7 +125,7 @@ async def test_a_file_answers_matching_prompts_and_the_others_in_order(tmp_path:
     [
         ('{"text": "a"', "line 2: "),
         ('{"txt": "a"}', "line 2: .*unknown field `txt`"),
-        ('{"text": "a", "token_ids": [1]}', "line 2: a row has text, one_of or token_ids"),
+        ('{"text": "a", "token_ids": [1]}', "line 2: a row has exactly one of text, one_of and token_ids"),
         ("{}", "line 2: a scripted reply has neither token_ids nor fail"),
         ('{"fail": "explode"}', "line 2: .*explode"),
         ('{"token_ids": [1, 2], "logprobs": [-1]}', "line 2: 2 token_ids but 1 logprobs"),

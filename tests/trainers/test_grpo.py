@@ -480,7 +480,7 @@ def test_what_the_configuration_says_is_what_is_trained(model_path):
     ("learn", "told"),
     [
         ({"loss": "dpo"}, "learn.loss = 'dpo' must be one of: ppo, cispo, gspo, dr_grpo"),
-        ({"clip": [0.2]}, "must be two numbers, how far below and above 1"),
+        ({"clip": [0.2]}, "must be two numbers: the distances below and above 1"),
         ({"importance_cap": 0.5}, "importance_cap = 0.5 must be at least 1"),
         ({"epochs": 0}, "epochs = 0 must be at least 1"),
         ({"discount": 1.5}, "discount = 1.5 must be from 0 to 1"),

@@ -1,4 +1,4 @@
-"""The demo as the README shows it: it learns, and what the README says it prints is what it prints."""
+"""`afield demo` learns, and the README shows what it prints. Real: it trains for a minute of CPU time."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 from afield.orchestrator.state import RunDirectory, find_run
 from support.paths import ROOT
 from support.processes import afield
+
+pytestmark = pytest.mark.real
 
 
 @pytest.fixture(scope="module")
