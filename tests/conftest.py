@@ -13,7 +13,7 @@ _STATE = tempfile.mkdtemp(prefix="afield-tests-state-")
 os.environ["XDG_STATE_HOME"] = _STATE
 atexit.register(shutil.rmtree, _STATE, ignore_errors=True)
 
-# Examples have no deadline, since a loaded machine is slow. Environments of other programs have no hypothesis.
+# Examples have no deadline: a loaded machine is slow. Other programs' environments have no hypothesis.
 with suppress(ImportError):
     import hypothesis
 

@@ -364,7 +364,7 @@ async def test_stored_responses_show_their_images(up: Running) -> None:
     assert [part.model_dump(exclude_none=True) for part in item.content] == content
     (item,) = (await client.responses.input_items.list(made.id)).data
     assert item.content[1].image_url is None
-    with pytest.raises(openai.BadRequestError, match="prompt_logprobs of a prompt with images"):
+    with pytest.raises(openai.BadRequestError, match="not available for a prompt with images"):
         more = {"prompt_logprobs": 0}
         await client.chat.completions.create(model="m", messages=[chat("look ", RED)], extra_body=more)  # type: ignore[list-item]
 

@@ -39,7 +39,7 @@ async def test_what_no_system_takes_is_refused_by_name_and_the_sandbox_goes_on()
         ("command: an empty list", [], {}),
         ("env.*NUL", "env", {"env": {"A": "x\0"}}),
         ("env: 'A=B' is not a variable name", "env", {"env": {"A=B": "x"}}),
-        ("env: '' is no name", "env", {"env": {"": "x"}}),
+        ("env: '' is not a variable name", "env", {"env": {"": "x"}}),
         ("cwd.*NUL", "pwd", {"cwd": "/a\0b"}),
         ("timeout = nan", "true", {"timeout": math.nan}),
     ]

@@ -83,7 +83,7 @@ def state(**known: Any) -> SessionState:
             "waited for an engine for 50 s",
         ),
         ({"attempt_timeout_s": 5}, {"launched_at": 0}, {"calls": 0}, 6, INFRA, "never called"),
-        ({"attempt_timeout_s": 5}, {"launched_at": 0}, None, 6, INFRA, "gateway cannot say"),
+        ({"attempt_timeout_s": 5}, {"launched_at": 0}, None, 6, INFRA, "gateway has no state"),
         (
             {"verifier_timeout_s": 5},
             {"launched_at": 0, "completed_at": 1},
