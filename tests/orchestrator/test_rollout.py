@@ -569,10 +569,10 @@ async def test_a_place_that_runs_no_rollouts_is_not_tried_again(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("phase", "attempts"), [(Phase.RUNNING, 1), (Phase.UNKNOWN, 2)])
-async def test_an_agent_that_is_too_busy_for_signs_of_life_lives_if_its_runtime_knows_it(
+async def test_attempt_without_heartbeats_lives_if_its_runtime_reports_it_running(
     tmp_path: Path, phase: Phase, attempts: int
 ) -> None:
-    """One that holds Python's lock for long cannot send any."""
+    """An agent that holds Python's lock for long cannot send heartbeats."""
 
     class Knowing(InlineRuntime):
         async def status(self, attempt: Attempt) -> SessionStatus:
@@ -582,8 +582,11 @@ async def test_an_agent_that_is_too_busy_for_signs_of_life_lives_if_its_runtime_
         reward = await good(task, context)
         if context.session_id.endswith(".1"):
             headers = {"authorization": f"Bearer {context.api_key}"}
-            async with aiohttp.ClientSession(headers=headers) as http:
-                (await http.post(f"{context.base_url}/alive", json={})).raise_for_status()
+            async with (
+                aiohttp.ClientSession(headers=headers) as http,
+                http.post(f"{context.base_url}/alive", json={}) as response,
+            ):
+                response.raise_for_status()
             PROCESS_HEARTBEAT.drop(context.session_id)  # its thread gets no turn any more
             await asyncio.sleep(3.0)
         return reward
