@@ -112,7 +112,7 @@ def say(*words: object) -> None:
 def checkpoint(source: Path, into: Path) -> Path:
     """A copy in bfloat16 with untied embeddings, as every version of it will be."""
     PolicyModel(source, device=torch.device("cpu")).export(into, Rounding(dtype="bfloat16", nearest=True))
-    for name in ("rounding.json", "witness.json"):
+    for name in ("rounding.json", "weight_probe.json"):
         (into / name).unlink(missing_ok=True)
     config = json.loads((into / "config.json").read_text())
     (into / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=2))

@@ -1,4 +1,4 @@
-"""A training loop of your own: no gateway, no agent, no run; a policy learns to look things up in a shop.
+"""Custom training loop without gateway or agent: a policy learns to look up prices in a shop.
 
 python loop.py [STEPS]
 """
@@ -13,36 +13,37 @@ from afield.factory.tuner import open_tuner
 from afield.trainers.tinker import SampledReply, Sampling, Tuner
 
 MODEL = Path(shop.__file__).parent / "policy"
-HOW = Sampling(temperature=1.0, max_tokens=64)
+SAMPLING = Sampling(temperature=1.0, max_tokens=64)
 TASKS, REPLIES = 8, 16
 
 
 def look_up(task: dict, reply: SampledReply) -> dict:
-    """The answer of the tool that the policy called, if it did."""
-    with shop.Shop(task) as opened:
+    """Run the tool that the policy called and return its result as a message."""
+    with shop.Shop(task) as store:
         try:
             call = reply.message.tool_calls[0]
-            found = {"get_price": opened.price, "get_stock": opened.stock}[call.name]
-            return {"role": "tool", "content": found(json.loads(call.arguments)["item"])}
+            tool = {"get_price": store.price, "get_stock": store.stock}[call.name]
+            return {"role": "tool", "content": tool(json.loads(call.arguments)["item"])}
         except (IndexError, KeyError, TypeError, ValueError):
             return {"role": "tool", "content": "This call does not work."}
 
 
 def step(tuner: Tuner, tasks: list[dict]) -> float:
-    asked = [task for task in tasks for _ in range(REPLIES)]
+    """Sample REPLIES conversations per task, update the policy, and return the mean reward."""
+    batch = [task for task in tasks for _ in range(REPLIES)]
     system = {"role": "system", "content": SYSTEM}
-    prompts = [[system, {"role": "user", "content": task["question"]}] for task in asked]
-    calls = tuner.sample_all([(prompt, None) for prompt in prompts], HOW, tools=TOOLS)
-    found = [([look_up(task, call)], call) for task, call in zip(asked, calls, strict=True)]
-    answers = tuner.sample_all(found, HOW, tools=TOOLS)
-    rewards = [shop.grade(task, answer.text) for task, answer in zip(asked, answers, strict=True)]
-    data = []
-    for first in range(0, len(asked), REPLIES):  # a task's replies are compared with each other
+    prompts = [[system, {"role": "user", "content": task["question"]}] for task in batch]
+    calls = tuner.sample_all([(prompt, None) for prompt in prompts], SAMPLING, tools=TOOLS)
+    results = [([look_up(task, call)], call) for task, call in zip(batch, calls, strict=True)]
+    answers = tuner.sample_all(results, SAMPLING, tools=TOOLS)
+    rewards = [shop.grade(task, answer.text) for task, answer in zip(batch, answers, strict=True)]
+    rows = []
+    for first in range(0, len(batch), REPLIES):  # the advantage is relative to the task's mean reward
         group = slice(first, first + REPLIES)
         mean = sum(rewards[group]) / REPLIES
-        data += [a.to_row(r - mean) for a, r in zip(answers[group], rewards[group], strict=True) if r != mean]
-    if data:
-        tuner.forward_backward(data, loss="cispo", num_rollouts=len(asked))
+        rows += [a.to_row(r - mean) for a, r in zip(answers[group], rewards[group], strict=True) if r != mean]
+    if rows:
+        tuner.forward_backward(rows, loss="cispo", num_rollouts=len(batch))
         tuner.optim_step()
     return sum(rewards) / len(rewards)
 

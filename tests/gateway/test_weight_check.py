@@ -29,7 +29,7 @@ BOUND_S = 60
 
 @pytest.fixture
 def published(tmp_path: Path) -> Callable[[int, float], Path]:
-    """Weights with their witness: the policy's, with so much noise."""
+    """Weights with their probe: the policy's, with so much noise."""
 
     def make(version: int, noise: float) -> Path:
         torch.set_num_threads(1)

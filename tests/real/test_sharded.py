@@ -224,5 +224,5 @@ def test_ranks_publish_the_bits_of_one_process(model_path, tmp_path, two_ranks, 
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert {tensor.dtype for tensor in one.values()} == {torch.bfloat16}
     assert told[1] == pytest.approx(told[0], rel=1e-4)
-    witnesses = [read_weight_probe(tmp_path / where) for where in ("one", "two")]
-    assert witnesses[1].logprobs == pytest.approx(witnesses[0].logprobs, abs=1e-4)
+    probes = [read_weight_probe(tmp_path / where) for where in ("one", "two")]
+    assert probes[1].logprobs == pytest.approx(probes[0].logprobs, abs=1e-4)

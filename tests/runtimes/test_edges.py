@@ -28,7 +28,7 @@ from afield.agentcore_local.hosts import ProcessHosts, ProgramHosts, SandboxHost
 from afield.agentcore_local.images import AgentImage
 from afield.agentcore_local.quotas import CallCounts, Quotas
 from afield.agentcore_local.requests import Lifecycle
-from afield.agentcore_local.sessions import LocalSessions, SessionSpec, Timings
+from afield.agentcore_local.sessions import HostedSession, LocalSessions, Timings
 from afield.errors import InfrastructureFailure, Unavailable, UsageError
 from afield.interfaces.runtime import Phase
 from afield.local_sandbox import fork_server
@@ -192,7 +192,9 @@ async def test_a_session_of_the_local_server_for_which_no_file_is_left_fails_alo
     hosts = SandboxHosts(tmp_path, ResourceLimits(), allow=(), mounts=(), warm=(), init_s=30)
     places: ProgramHosts = ProcessHosts(tmp_path) if isolation == "none" else hosts
     luck, counts = FaultInjector({}, 0), CallCounts(time.monotonic)
-    wanted = SessionSpec(image=AgentImage(target=f"{ACTING}:act"), version="1", env={}, lifecycle=Lifecycle())
+    wanted = HostedSession(
+        image=AgentImage(target=f"{ACTING}:act"), version="1", env={}, lifecycle=Lifecycle()
+    )
     async with places, LocalSessions(places, Quotas(), Timings(), luck, counts) as sessions:
         with no_more_files(), pytest.raises(ServiceError, match="Too many open files"):
             await sessions.enter(("runtime", "DEFAULT", "first"), wanted)

@@ -109,7 +109,7 @@ def test_adapters_alone_are_what_peft_reads(model_path, tmp_path, targets):
     assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
-        "witness.json",
+        "weight_probe.json",
     ]
     read = peft.PeftModel.from_pretrained(loaded(model_path), str(tmp_path / "adapter"))
     assert torch.equal(logits(read), logits(policy.model))

@@ -128,13 +128,13 @@ def test_tied_embeddings_are_rounded_alike(model_path: Path, tmp_path: Path) -> 
     assert json.loads((tmp_path / "v7" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
-def test_the_witness_is_of_the_weights_that_were_published(model_path: Path, tmp_path: Path) -> None:
+def test_the_probe_is_of_the_weights_that_were_published(model_path: Path, tmp_path: Path) -> None:
     for name, how in (("whole", {}), ("merged", {"lora": LORA})):
         moved(model_path, 0.05, **how).export(tmp_path / name, HOW)
-        witness = read_weight_probe(tmp_path / name)
+        probe = read_weight_probe(tmp_path / name)
         again = compute_weight_probe(PolicyModel(tmp_path / name, device=CPU).model)
-        assert witness is not None
-        assert witness.logprobs == pytest.approx(again.logprobs, abs=1e-5)
+        assert probe is not None
+        assert probe.logprobs == pytest.approx(again.logprobs, abs=1e-5)
 
 
 def test_merging_happens_in_float32_and_then_rounds(model_path: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from afield.agentcore_local.hosts import CommandExit, CommandOutput, HostError, 
 from afield.agentcore_local.http import BROKEN, ApiRequest, Reply, ask
 from afield.agentcore_local.quotas import Quotas, TokenBucket
 from afield.agentcore_local.requests import CommandRequest, RequestHeaders, read
-from afield.agentcore_local.sessions import Key, LocalSession, LocalSessions, SessionSpec, Timings
+from afield.agentcore_local.sessions import HostedSession, Key, LocalSession, LocalSessions, Timings
 
 SESSION = "x-amzn-bedrock-agentcore-runtime-session-id"
 REQUEST = "x-amzn-bedrock-agentcore-runtime-request-id"
@@ -138,7 +138,7 @@ class DataPlane:
 
     # --- request parsing -------------------------------------------------------------------------
 
-    def _wanted(self, request: ApiRequest, arn: str) -> tuple[LocalAgentRuntime, Key, SessionSpec]:
+    def _wanted(self, request: ApiRequest, arn: str) -> tuple[LocalAgentRuntime, Key, HostedSession]:
         runtime = self._control.find(arn)
         key = self._key(request, runtime)
         version = runtime.serving(key[1])
@@ -149,7 +149,7 @@ class DataPlane:
         bucket.take("invokes of one agent")
         self._faults.check(key[2])
         settings = version.settings
-        wanted = SessionSpec(
+        wanted = HostedSession(
             image=version.image,
             version=version.number,
             env=settings.environment_variables,

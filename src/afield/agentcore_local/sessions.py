@@ -58,7 +58,7 @@ class Timings(Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{name} = {value:g} must be at least {least:g}, and finite")
 
 
-class SessionSpec(Struct, frozen=True, kw_only=True):
+class HostedSession(Struct, frozen=True, kw_only=True):
     """Program and settings of a session."""
 
     image: AgentImage
@@ -81,7 +81,7 @@ class _Ping(Struct, frozen=True):
 class LocalSession:
     """Session of the server."""
 
-    def __init__(self, key: Key, wanted: SessionSpec) -> None:
+    def __init__(self, key: Key, wanted: HostedSession) -> None:
         loop = asyncio.get_running_loop()
         self.key, self.wanted = key, wanted
         self.started = self.active = loop.time()
@@ -151,7 +151,7 @@ class LocalSessions:
     def find(self, key: Key) -> LocalSession | None:
         return self._alive.get(key)
 
-    async def enter(self, key: Key, wanted: SessionSpec) -> LocalSession:
+    async def enter(self, key: Key, wanted: HostedSession) -> LocalSession:
         """Return the session, started if necessary; raises ServiceError if it cannot start."""
         while (session := self._alive.get(key)) is not None and session.over.done():
             await session.removed.wait()
@@ -161,7 +161,7 @@ class LocalSessions:
         await asyncio.shield(session.ready)
         return session
 
-    def _begin(self, key: Key, wanted: SessionSpec) -> LocalSession:
+    def _begin(self, key: Key, wanted: HostedSession) -> LocalSession:
         if len(self._alive) >= self._quotas.sessions:
             message = f"maxVms limit exceeded: {self._quotas.sessions} sessions at once"
             raise ServiceError("ServiceQuotaExceededException", message)

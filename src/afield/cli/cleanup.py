@@ -24,7 +24,7 @@ from msgspec import Struct
 
 from afield import factory
 from afield.cli import kill
-from afield.cli.sessions import Session, SessionGroup, runs_named, session_groups
+from afield.cli.sessions import RunSession, SessionGroup, runs_named, session_groups
 from afield.cli.train import saved_config
 from afield.errors import UsageError
 from afield.orchestrator.state import RunDirectory
@@ -140,7 +140,7 @@ def _remove_dead(group: SessionGroup) -> None:
     """Remove entries of sessions that ended with their controller, and dead controllers without sessions."""
     with closing(group.registry()) as registry:
         for entry in registry.entries():
-            if Session(group, entry).stale:
+            if RunSession(group, entry).stale:
                 registry.remove(entry.session_id)
         with_sessions = {entry.owner for entry in registry.entries()}
         for owner in registry.owners():

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from afield.cli.sessions import Session, SessionGroup, running_sessions, unknown_session
+from afield.cli.sessions import RunSession, SessionGroup, running_sessions, unknown_session
 from afield.errors import AfieldError, UsageError
 from afield.interfaces import Runtime
 from afield.interfaces.runtime import Phase
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     return exit_code(results)
 
 
-def _chosen(session_ids: Sequence[str], running: Sequence[Session]) -> list[Session]:
+def _chosen(session_ids: Sequence[str], running: Sequence[RunSession]) -> list[RunSession]:
     """Sessions of these ids; refuses an id that is unknown or that several runs use."""
     for session_id in session_ids:
         runs = sorted({session.group.run.id for session in running if session.id == session_id})
@@ -110,7 +110,7 @@ def exit_code(results: Sequence[StopResult]) -> int:
     return 0 if all(result.ended for result in results) else 1
 
 
-async def _end_all(sessions: Sequence[Session]) -> list[StopResult]:
+async def _end_all(sessions: Sequence[RunSession]) -> list[StopResult]:
     results: list[StopResult] = []
     for group in dict.fromkeys(session.group for session in sessions):
         own = [session for session in sessions if session.group == group]
@@ -119,7 +119,7 @@ async def _end_all(sessions: Sequence[Session]) -> list[StopResult]:
 
 
 async def end_sessions(
-    group: SessionGroup, sessions: Sequence[Session], *, unregistered: bool
+    group: SessionGroup, sessions: Sequence[RunSession], *, unregistered: bool
 ) -> list[StopResult]:
     """End these sessions; with `unregistered`, also those that the runtime lists and no registry has."""
     if not sessions and not unregistered:
@@ -158,7 +158,7 @@ async def _stop(
     return StopResult(group.run.id, attempt.session_id, True, "stopped")
 
 
-async def _end_process(registered: Session, ending: set[str]) -> StopResult:
+async def _end_process(registered: RunSession, ending: set[str]) -> StopResult:
     """End the process of a session by signals. `ending` are the ids of all sessions that the command ends."""
 
     def result(ended: bool, message: str) -> StopResult:
@@ -187,7 +187,7 @@ async def _end_process(registered: Session, ending: set[str]) -> StopResult:
     return result(True, f"pid {process.pid} has ended{others}")
 
 
-async def _with_process(session: Session) -> Session | None:
+async def _with_process(session: RunSession) -> RunSession | None:
     """Wait until a starting session has a process; None if it ended before that."""
     end = time.monotonic() + START_S
     while session.entry.process is None and session.entry.phase is Phase.STARTING and time.monotonic() < end:
@@ -199,7 +199,7 @@ async def _with_process(session: Session) -> Session | None:
     return session
 
 
-def _others(session: Session, ending: set[str]) -> str:
+def _others(session: RunSession, ending: set[str]) -> str:
     """Describe other sessions of the same worker process, which end with it; empty without any."""
     with closing(session.group.registry()) as registry:
         same = [entry for entry in registry.entries() if entry.process == session.entry.process]

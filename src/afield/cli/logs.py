@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from afield.cli.log_format import without_keys
-from afield.cli.sessions import Session, running_sessions, runs_named, unknown_session
+from afield.cli.sessions import RunSession, running_sessions, runs_named, unknown_session
 from afield.errors import UsageError
 from afield.log_tail import LogSlice, read_slices, slice_text
 from afield.orchestrator.state import RunDirectory
@@ -83,7 +83,7 @@ def _print_slice(directory: RunDirectory, part: LogSlice, args: argparse.Namespa
     _print(_last(slice_text(directory.logs, part), args.tail))
 
 
-async def _print_from_runtime(session: Session, args: argparse.Namespace) -> None:
+async def _print_from_runtime(session: RunSession, args: argparse.Namespace) -> None:
     runtime = session.group.runtime()
     if not runtime.capabilities.reaches:
         raise UsageError(

@@ -57,14 +57,14 @@ class SessionGroup(Struct, frozen=True):
         with closing(self.registry()) as registry:
             registry.remove(session_id)
 
-    def sessions(self) -> list[Session]:
+    def sessions(self) -> list[RunSession]:
         """Sessions in the registry that may still run."""
         with closing(self.registry()) as registry:
-            sessions = [Session(self, entry) for entry in registry.entries()]
+            sessions = [RunSession(self, entry) for entry in registry.entries()]
         return [session for session in sessions if not session.stale]
 
 
-class Session(Struct, frozen=True):
+class RunSession(Struct, frozen=True):
     """An entry of a session registry, with the run and role that it belongs to."""
 
     group: SessionGroup
@@ -116,7 +116,7 @@ def session_groups(name: str | None) -> list[SessionGroup]:
     return [group for group in groups if group.directory.sessions.exists()]
 
 
-def running_sessions(name: str | None) -> list[Session]:
+def running_sessions(name: str | None) -> list[RunSession]:
     """Sessions of one run, or of all runs, that may still run."""
     return [session for group in session_groups(name) for session in group.sessions()]
 

@@ -28,7 +28,7 @@ PATIENCE_S = 30.0
 """Timeout of the check, in seconds."""
 
 
-async def witness_of(path: str) -> WeightProbe | None:
+async def read_probe(path: str) -> WeightProbe | None:
     return await asyncio.to_thread(read_weight_probe, Path(path)) if path else None
 
 
@@ -59,8 +59,8 @@ async def check_weights_match(
         )
 
 
-def _distance(logprobs: list[float], witness: WeightProbe) -> float:
-    return max(abs(p - q) for p, q in zip(logprobs, witness.logprobs, strict=True))
+def _distance(logprobs: list[float], probe: WeightProbe) -> float:
+    return max(abs(p - q) for p, q in zip(logprobs, probe.logprobs, strict=True))
 
 
 async def _hear(engine: Engine, prompt_ids: tuple[int, ...]) -> float:

@@ -15,7 +15,7 @@ from msgspec import Struct, structs
 
 from afield.errors import AfieldError, Conflict, NotFound, Unavailable, UsageError
 from afield.gateway.failover import ResumableCall
-from afield.gateway.weight_check import check_weights_match, witness_of
+from afield.gateway.weight_check import check_weights_match, read_probe
 from afield.interfaces import Engine, EngineInfo, Image, Pausable
 from afield.interfaces.weight_probe import WeightProbe
 
@@ -136,8 +136,8 @@ class WorkerRegistry:
         self.changed = asyncio.Condition()
         self._check = check
         self._weights: tuple[int, str] | None = None
-        self._witness: WeightProbe | None = None  # probe of the current weights
-        self._witness_before: WeightProbe | None = None
+        self._probe: WeightProbe | None = None  # probe of the current weights
+        self._earlier_probe: WeightProbe | None = None
         self._changing = asyncio.Lock()  # one change of weights or members at a time
         self._tending: set[asyncio.Task[None]] = set()
         self._named = 0
@@ -263,7 +263,7 @@ class WorkerRegistry:
                     " load the same weights there first"
                 )
             await worker.engine.load(*self._weights)
-        await check_weights_match(worker.engine, self.version, self._witness, self._witness_before)
+        await check_weights_match(worker.engine, self.version, self._probe, self._earlier_probe)
         return structs.replace(facts, version=self.version)
 
     def mark_unhealthy(self, worker: EngineWorker, reason: str) -> None:
@@ -312,15 +312,15 @@ class WorkerRegistry:
             if version == self.version:
                 self._check_served()
                 return
-            before = self.version, self._weights, self._witness, self._witness_before
+            before = self.version, self._weights, self._probe, self._earlier_probe
             self.version, self._weights = version, (version, path)
-            self._witness, self._witness_before = await witness_of(path), self._witness
+            self._probe, self._earlier_probe = await read_probe(path), self._probe
             ready = [worker for worker in self.workers.values() if worker.ready]
             errors = await asyncio.gather(*(self._load(worker, version, path) for worker in ready))
             failed = [(worker, error) for worker, error in zip(ready, errors, strict=True) if error]
             reasons = "; ".join(f"{worker.id}: {error}" for worker, error in failed)
             if failed and len(failed) == len(ready) and all(isinstance(e, UsageError) for _, e in failed):
-                self.version, self._weights, self._witness, self._witness_before = before
+                self.version, self._weights, self._probe, self._earlier_probe = before
                 raise UsageError(f"version {version} cannot be loaded: {reasons}")
             for worker, error in failed:
                 worker.failures += 1
@@ -350,7 +350,7 @@ class WorkerRegistry:
         """Checks a worker's weights; a paused one is checked after resume."""
         worker.unchecked = worker.frozen
         if not worker.frozen:
-            await check_weights_match(worker.engine, self.version, self._witness, self._witness_before)
+            await check_weights_match(worker.engine, self.version, self._probe, self._earlier_probe)
 
 
 def _reasons(failed: Mapping[EngineWorker, AfieldError]) -> str:

@@ -1,7 +1,7 @@
 """Weight probe: expected log-probabilities that show whether an engine has new weights.
 
-The trainer writes `witness.json` into the directory of exported weights: for prefixes of a fixed prompt, the
-log-probability of the likeliest next token. A digest of parts of the weight files binds the probe to them.
+The trainer writes `weight_probe.json` into the directory of exported weights: for prefixes of a fixed prompt,
+the log-probability of the likeliest next token. A digest of parts of the weight files binds the probe to them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-FILE = "witness.json"
-SESSION = "(witness)"
+FILE = "weight_probe.json"
+SESSION = "(weight probe)"
 """Session id of the gateway's probe calls; the parentheses keep it distinct from real session ids."""
 LOOKS, LOOK = 16, 4096  # number of samples per file, and bytes per sample
 
@@ -39,17 +39,17 @@ class WeightProbe(Struct, frozen=True, kw_only=True):
             raise ValueError(f"weight probe of {len(self.prompt_ids)} ids has lengths {self.lengths}")
 
 
-def write_weight_probe(directory: Path, witness: WeightProbe) -> None:
+def write_weight_probe(directory: Path, probe: WeightProbe) -> None:
     """Write the probe; the weights must be written before."""
-    probe = msgspec.structs.replace(witness, files=_files(directory))
+    probe = msgspec.structs.replace(probe, files=_files(directory))
     (directory / FILE).write_bytes(msgspec.json.encode(probe))
 
 
 def read_weight_probe(directory: Path) -> WeightProbe | None:
     """Read the probe; None if it is missing or belongs to other weights."""
     try:
-        witness = msgspec.json.decode((directory / FILE).read_bytes(), type=WeightProbe)
-        return witness if witness.files == _files(directory) else None
+        probe = msgspec.json.decode((directory / FILE).read_bytes(), type=WeightProbe)
+        return probe if probe.files == _files(directory) else None
     except (OSError, msgspec.MsgspecError):
         return None
 

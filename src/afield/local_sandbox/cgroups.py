@@ -24,7 +24,7 @@ PERIOD_US = 100_000
 OWN_PIDS = 2  # init process of the sandbox, and the supervising process of a command
 
 
-class Groups:
+class CgroupParents:
     """Factory of control groups.
 
     `parents` maps each kind of limit to its parent directory; with version 2 all kinds share one.
@@ -48,14 +48,14 @@ class Groups:
                 if pid.isdigit() and start_time(int(pid)) != when:
                     _remove_tree(left)
 
-    def create(self, name: str, limits: ResourceLimits) -> Group:
+    def create(self, name: str, limits: ResourceLimits) -> Cgroup:
         """Create a group with limits."""
         directories = {kind: parent / self._name / name for kind, parent in self._parents.items()}
         for kind, directory in directories.items():
             directory.mkdir(parents=True, exist_ok=True)
             if self._version == 2:
                 _delegate(directory.parent, [kind])
-        group = Group(directories, self._version)
+        group = Cgroup(directories, self._version)
         group.limit(limits)
         return group
 
@@ -65,7 +65,7 @@ class Groups:
             _remove_tree(parent / self._name)
 
 
-class Group(Struct, frozen=True):
+class Cgroup(Struct, frozen=True):
     """Control group of one sandbox."""
 
     directories: dict[str, Path]
@@ -147,14 +147,14 @@ class Group(Struct, frozen=True):
         return 0
 
 
-def find_groups(proc: Path = Path("/proc/self")) -> Groups:
+def find_groups(proc: Path = Path("/proc/self")) -> CgroupParents:
     """Find the hierarchies in which this process can create groups."""
     mounts = (proc / "mountinfo").read_text().splitlines()
     paths = _parse_cgroups((proc / "cgroup").read_text())
     for line in mounts:
         root, directory, kind, _ = _parse_mount(line)
         if kind == "cgroup2" and (parent := _version_2(Path(directory), _relative(paths.get("", "/"), root))):
-            return Groups(dict.fromkeys(KINDS, parent), 2)
+            return CgroupParents(dict.fromkeys(KINDS, parent), 2)
     parents: dict[str, Path] = {}
     for line in mounts:
         root, directory, kind, options = _parse_mount(line)
@@ -162,7 +162,7 @@ def find_groups(proc: Path = Path("/proc/self")) -> Groups:
             parent = Path(directory) / _relative(paths.get(name, "/"), root)
             if name in options and name not in parents and _writable(parent):
                 parents[name] = parent
-    return Groups(parents, 1)
+    return CgroupParents(parents, 1)
 
 
 def _version_2(directory: Path, path: str) -> Path | None:

@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 from afield.errors import Unavailable
 from afield.local_sandbox import cgroups
-from afield.local_sandbox.cgroups import Group, Groups
+from afield.local_sandbox.cgroups import Cgroup, CgroupParents
 from afield.local_sandbox.messages import (
     Channel,
     ExecCommand,
@@ -70,7 +70,7 @@ class SupervisedProcess:
         self,
         start: StartSandbox,
         directory: Path,
-        groups: Groups,
+        groups: CgroupParents,
         send: Callable[[Message], None],
     ) -> None:
         self.id = start.id
@@ -79,7 +79,7 @@ class SupervisedProcess:
         self._groups = groups
         self._send = send
         self._relay = Relay()
-        self._group: Group | None = None
+        self._group: Cgroup | None = None
         self._channel: Channel | None = None
         self._pid = 0
         self._pidfd = -1

@@ -216,7 +216,7 @@ class RolloutRunner:
         if message := await self._attempt_runner.unsupported_reason(Attempt(rollout.id, outcome.attempt)):
             message = f"{rollout.id} was refused by the gateway, as every other rollout would be: {message}"
             # Raised in a separate task: the run ends, and this rollout records no failure.
-            self._tasks.create_task(_ending(UsageError(message)))
+            self._tasks.create_task(raise_in_task(UsageError(message)))
             await asyncio.Event().wait()  # cancelled when the run ends
 
     def _may_retry(
@@ -310,7 +310,7 @@ class RolloutRunner:
         return await retry_unavailable(ask, self._config.unavailable_timeout_s)
 
 
-async def _ending(error: Exception) -> None:
+async def raise_in_task(error: Exception) -> None:
     """Raise `error` in a task, which ends its task group."""
     raise error
 

@@ -41,12 +41,12 @@ class _SharedClient:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.opened: tuple[settings.Given, RolloutClient, clients.GatewayConnection] | None = None
+        self.opened: tuple[settings.VerlRun, RolloutClient, clients.GatewayConnection] | None = None
         self.gone: Unavailable | None = None
 
     def get(
         self, config: Any, llm_client: Any
-    ) -> tuple[settings.Given, RolloutClient, clients.GatewayConnection]:
+    ) -> tuple[settings.VerlRun, RolloutClient, clients.GatewayConnection]:
         with self._lock:
             if self.opened is None:
                 given = settings.read(config)
@@ -114,7 +114,7 @@ class AgentLoop(AgentLoopBase):
 
 
 async def _session(
-    client: RolloutClient, rollout: Rollout, given: settings.Given, number: int
+    client: RolloutClient, rollout: Rollout, given: settings.VerlRun, number: int
 ) -> rows.RolloutRows | str:
     try:
         finished = await client.begin(rollout)

@@ -21,7 +21,7 @@ from msgspec import Struct
 from afield import connect
 from afield.client import RolloutClient
 from afield.errors import Unavailable, UsageError
-from afield.integrations.verl.settings import Given
+from afield.integrations.verl.settings import VerlRun
 from afield.ratelimit import RateLimits
 from afield.settings.environment import Environment
 from afield.settings.fields import values_of
@@ -57,7 +57,7 @@ class GatewayConnection(Struct, frozen=True):
         self.actor.death.remote().future().add_done_callback(ended)
 
 
-def client(given: Given, gateway: GatewayConnection, part: str = "") -> RolloutClient:
+def client(given: VerlRun, gateway: GatewayConnection, part: str = "") -> RolloutClient:
     """A started client. Each process needs its own `part` of the run directory."""
     settings, trainer = given.settings, given.trainer
     limits = RateLimits(
@@ -92,7 +92,7 @@ def client(given: Given, gateway: GatewayConnection, part: str = "") -> RolloutC
     ).start()
 
 
-def connect_gateway(given: Given, llm_client: Any) -> GatewayConnection:
+def connect_gateway(given: VerlRun, llm_client: Any) -> GatewayConnection:
     """Connect to the configured gateway or the backend's, or start one in front of veRL's servers."""
     settings, trainer = given.settings, given.trainer
     if settings.gateway:
@@ -125,7 +125,7 @@ def addresses(llm_client: Any) -> list[str]:
     return sorted(servers)
 
 
-def _start_in_front(given: Given, servers: list[str]) -> GatewayConnection:
+def _start_in_front(given: VerlRun, servers: list[str]) -> GatewayConnection:
     """Start a gateway whose engines are veRL's servers, held by an actor of this job."""
     from afield.integrations.verl.gateway_actor import GatewayActor, GatewayOptions
 

@@ -144,7 +144,7 @@ class Manager:
     """Agent loop manager of veRL: starts rollouts for its batches and writes their rows to TransferQueue."""
 
     def __init__(
-        self, given: settings.Given, client: RolloutClient, queue: TransferQueue, gateway: GatewayConnection
+        self, given: settings.VerlRun, client: RolloutClient, queue: TransferQueue, gateway: GatewayConnection
     ) -> None:
         self._given = given
         self._client = client

@@ -104,7 +104,7 @@ class VerlSettings(
         check_gateway_address(self)
 
 
-class Trainer(Struct, frozen=True, kw_only=True):
+class VerlTrainer(Struct, frozen=True, kw_only=True):
     """Rollout settings from veRL's own keys."""
 
     name: str
@@ -137,12 +137,12 @@ class Trainer(Struct, frozen=True, kw_only=True):
     """Whether veRL replaces a failed group by another."""
 
 
-class Given(Struct, frozen=True):
+class VerlRun(Struct, frozen=True):
     """Settings of a veRL job, from the `afield` block and from veRL's own keys."""
 
     settings: VerlSettings
     """Settings of the `afield` block."""
-    trainer: Trainer
+    trainer: VerlTrainer
     """Settings from veRL's own keys."""
 
     @property
@@ -169,11 +169,11 @@ class Given(Struct, frozen=True):
         return self.trainer.loss_agg_mode == "seq-mean-token-mean" and self.branches == "all"
 
 
-def read(config: Mapping[str, Any]) -> Given:
+def read(config: Mapping[str, Any]) -> VerlRun:
     """Read and check the settings in veRL's configuration, a DictConfig or a plain mapping."""
     whole = plain(config)
     settings = read_settings(whole.get("afield") or {})
-    given = Given(settings, _trainer(whole, settings))
+    given = VerlRun(settings, _trainer(whole, settings))
     _check(given, whole)
     return given
 
@@ -195,7 +195,7 @@ def read_settings(block: Mapping[str, Any]) -> VerlSettings:
     return converted(merged(below, with_paths(given, VerlSettings, Path.cwd())), VerlSettings, "afield")
 
 
-def _trainer(config: dict[str, Any], settings: VerlSettings) -> Trainer:
+def _trainer(config: dict[str, Any], settings: VerlSettings) -> VerlTrainer:
     trainer, actor_rollout_ref = config["trainer"], config["actor_rollout_ref"]
     rollout, actor = actor_rollout_ref["rollout"], actor_rollout_ref["actor"]
     val, sampler = rollout["val_kwargs"], trainer.get("v1", {}).get("sampler", {})
@@ -203,7 +203,7 @@ def _trainer(config: dict[str, Any], settings: VerlSettings) -> Trainer:
     max_tokens = settings.max_tokens or rollout["response_length"]
     named = f"{trainer['project_name']}-{trainer['experiment_name']}"
     mode = trainer.get("v1", {}).get("trainer_mode", "sync")
-    return Trainer(
+    return VerlTrainer(
         name=settings.name or re.sub(r"[^A-Za-z0-9.-]", "-", named)[:LONGEST_NAME],
         folder=settings.folder or str(Path(trainer["default_local_dir"]) / "afield"),
         backend=rollout["name"],
@@ -234,7 +234,7 @@ def _sampling(values: Mapping[str, Any], max_tokens: int) -> Sampling:
         raise UsageError(f"actor_rollout_ref.rollout: {error}") from error
 
 
-def _check(given: Given, config: dict[str, Any]) -> None:
+def _check(given: VerlRun, config: dict[str, Any]) -> None:
     settings, trainer = given.settings, given.trainer
     if given.quorum > trainer.rollouts:
         message = f"afield.quorum={given.quorum} is more than the {trainer.rollouts} rollouts of a group"
