@@ -20,7 +20,7 @@ import msgspec
 import pytest
 
 from afield.cli.main import main
-from afield.interfaces.runtime import Phase
+from afield.interfaces.runtime import Phase, SessionStatus
 from afield.runtimes.process import ProcessRuntime
 from afield.runtimes.registry import ProcessRef, SessionRegistry, TrackedRuntime
 from afield.runtimes.remote import RemoteRuntime
@@ -237,7 +237,7 @@ def test_kill_waits_for_the_process_of_a_starting_session(runs: Runs, run_json: 
 
     def place() -> None:
         registry = SessionRegistry(run / "sessions.sqlite")
-        registry.update("r.1", Phase.RUNNING, f"pid {sleeper.pid}")
+        registry.update(SessionStatus(session_id="r.1", phase=Phase.RUNNING, pid=sleeper.pid))
         sleeper.wait(20)
         registry.close()
 
@@ -258,7 +258,7 @@ def test_kill_names_other_sessions_of_the_ended_worker(runs: Runs, run_json: Run
     registry = SessionRegistry(run / "sessions.sqlite")
     for session_id in ("a.1", "b.1"):
         registry.record(session_id, "process", us, outlives=False, phase=Phase.RUNNING)
-        registry.update(session_id, Phase.RUNNING, f"pid {sleeper.pid}")
+        registry.update(SessionStatus(session_id=session_id, phase=Phase.RUNNING, pid=sleeper.pid))
     registry.close()
 
     def remove_other() -> None:  # as the controller does when the worker has ended
@@ -305,7 +305,7 @@ def test_kill_signals_all_sessions_before_it_waits_for_one(
         # A process that is dead but not waited for keeps its pid.
         threading.Thread(target=process.wait, daemon=True).start()
         registry.record(f"r.{n}", "process", us, outlives=False, phase=Phase.RUNNING)
-        registry.update(f"r.{n}", Phase.RUNNING, f"pid {process.pid}")
+        registry.update(SessionStatus(session_id=f"r.{n}", phase=Phase.RUNNING, pid=process.pid))
     registry.close()
     assert run_json("kill", "--run", "first")["ended"] == 3
     assert [process.wait(20) for process in processes] == [0, 0, 0]
@@ -315,7 +315,7 @@ def test_kill_refuses_a_session_that_runs_inside_its_controller(runs: Runs, run_
     run = runs.run("first", "inline")
     registry, us = SessionRegistry(run / "sessions.sqlite"), ProcessRef.of(os.getpid())
     registry.record("r.1", "inline", us, outlives=False, phase=Phase.RUNNING)
-    registry.update("r.1", Phase.RUNNING, f"pid {os.getpid()}")
+    registry.update(SessionStatus(session_id="r.1", phase=Phase.RUNNING, pid=os.getpid()))
     registry.close()
     report = run_json("kill", "r.1", code=1)
     assert f"stop pid {os.getpid()}" in report["sessions"][0]["message"]

@@ -46,8 +46,7 @@ def run(args: argparse.Namespace) -> int:
     directories = [home for run in run_paths for home in (run, RunDirectory(run.path / "verifiers"))]
     running = [session for session in running_sessions(args.name) if session.id == args.session]
     files = [directory.logs / f"{args.session}.log" for directory in directories]
-    # A prewarmed worker has its own log file, which it names in `where`.
-    files += [s.group.directory.logs / s.entry.where.rpartition("(")[2].rstrip(")") for s in running]
+    files += [session.group.directory.logs / session.entry.log for session in running if session.entry.log]
     if file := next((file for file in files if file.is_file() and file.suffix == ".log"), None):
         _print_file(file, args)
         return 0

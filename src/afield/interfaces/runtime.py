@@ -67,6 +67,10 @@ class SessionStatus(Struct, frozen=True, kw_only=True):
     """Lifecycle phase."""
     where: str = ""
     """Process id, container, job or address, for an operator."""
+    pid: int | None = None
+    """Process on this machine that runs the session; None if there is none."""
+    log: str = ""
+    """Name of the log file of that process, in the runtime's log directory; empty if it has none."""
     since: float | None = None
     """Wall-clock time of the launch, in seconds; None if unknown."""
 

@@ -1,7 +1,7 @@
 """Weight probe: expected log-probabilities that show whether an engine has new weights.
 
 The trainer writes `weight_probe.json` into the directory of exported weights: for prefixes of a fixed prompt,
-the log-probability of the likeliest next token. A digest of parts of the weight files binds the probe to them.
+the log-probability of the likeliest next token. A digest of parts of the weight files binds them together.
 """
 
 from __future__ import annotations

@@ -83,14 +83,27 @@ class AttemptTable:
             self.record_exit(session_id, exit)
             del self._ended[session_id]
 
-    def status(self, session_id: str, where: str = "", *, starting: bool = False) -> SessionStatus:
-        """Status of an attempt as this process knows it; `where` and `starting` apply only while it runs."""
+    def status(
+        self,
+        session_id: str,
+        where: str = "",
+        *,
+        pid: int | None = None,
+        log: str = "",
+        starting: bool = False,
+    ) -> SessionStatus:
+        """Status of an attempt as this process knows it; the other arguments apply only while it runs."""
         if not self.is_running(session_id):
             phase = Phase.ENDED if session_id in self._ended else Phase.UNKNOWN
             return SessionStatus(session_id=session_id, phase=phase)
         phase = Phase.STARTING if starting else Phase.RUNNING
         return SessionStatus(
-            session_id=session_id, phase=phase, where=where, since=self._since.get(session_id)
+            session_id=session_id,
+            phase=phase,
+            where=where or (f"pid {pid}" if pid else ""),
+            pid=pid,
+            log=log,
+            since=self._since.get(session_id),
         )
 
     async def wait(self, session_id: str) -> Exit:

@@ -101,10 +101,10 @@ class InlineRuntime:
             self._runner.stop(session_id)
 
     async def status(self, attempt: Attempt) -> SessionStatus:
-        return self._attempts.status(attempt.session_id, f"pid {os.getpid()}")
+        return self._attempts.status(attempt.session_id, pid=os.getpid())
 
     async def list(self) -> list[SessionStatus]:
-        return [self._attempts.status(session_id, f"pid {os.getpid()}") for session_id in self._attempts]
+        return [self._attempts.status(session_id, pid=os.getpid()) for session_id in self._attempts]
 
     async def logs(self, attempt: Attempt) -> str:
         """Always empty: agents print to this process's own output."""

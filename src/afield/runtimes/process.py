@@ -217,11 +217,6 @@ class AgentWorker:
         except OSError:
             return 0
 
-    @property
-    def where(self) -> str:
-        """Process id and log file name, for operators."""
-        return f"pid {self.pid} ({self.log.name})" if self.pid else ""
-
     async def post(self, http: aiohttp.ClientSession, attempt: Attempt, payload: dict[str, Any]) -> None:
         try:
             await invocations.post(http, self._url, attempt, payload, self._key)
@@ -440,7 +435,10 @@ class ProcessRuntime:
     def _status(self, session_id: str) -> SessionStatus:
         worker = self._worker_of.get(session_id)
         starting = worker is None or session_id not in worker.accepted
-        return self._attempts.status(session_id, worker.where if worker else "", starting=starting)
+        if worker is None or not worker.pid:
+            return self._attempts.status(session_id, starting=starting)
+        where, log = f"pid {worker.pid} ({worker.log.name})", worker.log.name
+        return self._attempts.status(session_id, where, pid=worker.pid, log=log, starting=starting)
 
     def _release(self, worker: AgentWorker, session_id: str) -> None:
         self._worker_of.pop(session_id, None)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import socket
 import time
 from collections.abc import Callable
@@ -32,11 +31,12 @@ BUSY_TIMEOUT_S = 10.0
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
     session_id TEXT PRIMARY KEY, runtime TEXT NOT NULL, place TEXT NOT NULL, phase TEXT NOT NULL,
-    owner TEXT NOT NULL, since REAL NOT NULL, outlives INTEGER NOT NULL, process TEXT NOT NULL
+    owner TEXT NOT NULL, since REAL NOT NULL, outlives INTEGER NOT NULL, process TEXT NOT NULL,
+    log TEXT NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS owners (owner TEXT PRIMARY KEY, since REAL NOT NULL) WITHOUT ROWID;
 """
-COLUMNS = "session_id, runtime, place, phase, owner, since, outlives, process"
+COLUMNS = "session_id, runtime, place, phase, owner, since, outlives, process, log"
 
 
 class ProcessRef(Struct, frozen=True):
@@ -100,6 +100,8 @@ class SessionEntry(Struct, frozen=True, kw_only=True):
     """Whether the session continues when its controller dies."""
     process: ProcessRef | None = None
     """Local process that runs the session; None if unknown or not on this machine."""
+    log: str = ""
+    """Name of the log file of that process; empty if it has none."""
 
     @property
     def orphan(self) -> bool:
@@ -127,17 +129,17 @@ class SessionRegistry:
     ) -> None:
         """Record a session before its launch; for an adopted session, update owner, phase and runtime."""
         self._db.execute(
-            f"INSERT INTO sessions ({COLUMNS}) VALUES (?, ?, '', ?, ?, ?, ?, '') ON CONFLICT (session_id)"
+            f"INSERT INTO sessions ({COLUMNS}) VALUES (?, ?, '', ?, ?, ?, ?, '', '') ON CONFLICT (session_id)"
             " DO UPDATE SET owner = excluded.owner, phase = excluded.phase, runtime = excluded.runtime",
             *(session_id, runtime, phase, str(owner), time.time(), outlives),
         )
 
-    def update(self, session_id: str, phase: Phase, where: str) -> None:
-        """Update phase and location; a session that was removed meanwhile stays removed."""
-        process = _process_of(where)
+    def update(self, status: SessionStatus) -> None:
+        """Update phase, location and process; a session that was removed meanwhile stays removed."""
+        process = ProcessRef.of(status.pid) if status.pid else None
         self._db.execute(
-            "UPDATE sessions SET phase = ?, place = ?, process = ? WHERE session_id = ?",
-            *(phase, where, str(process) if process else "", session_id),
+            "UPDATE sessions SET phase = ?, place = ?, process = ?, log = ? WHERE session_id = ?",
+            *(status.phase, status.where, str(process) if process else "", status.log, status.session_id),
         )
 
     def remove(self, session_id: str) -> None:
@@ -249,14 +251,14 @@ class TrackedRuntime:
             raise
         # For runtimes that other processes can query, `status` costs a remote call; skip it.
         if self._reaches:
-            self._registry.update(attempt.session_id, Phase.RUNNING, "")
+            self._registry.update(SessionStatus(session_id=attempt.session_id, phase=Phase.RUNNING))
             return
         live = await self.runtime.status(attempt)
         # a repeated launch of an ended attempt, which no task waits for any more
         if live.phase is Phase.ENDED:
             self._registry.remove(attempt.session_id)
         else:
-            self._registry.update(attempt.session_id, live.phase, live.where)
+            self._registry.update(live)
 
     async def adopt(self, attempt: Attempt) -> bool | None:
         adopted = await self.runtime.adopt(attempt)
@@ -294,7 +296,7 @@ class TrackedRuntime:
 
 
 def _entry(row: tuple[Any, ...]) -> SessionEntry:
-    session_id, runtime, place, phase, owner, since, outlives, process = row
+    session_id, runtime, place, phase, owner, since, outlives, process, log = row
     return SessionEntry(
         session_id=session_id,
         runtime=runtime,
@@ -304,10 +306,5 @@ def _entry(row: tuple[Any, ...]) -> SessionEntry:
         since=since,
         outlives=bool(outlives),
         process=ProcessRef.parse(process) if process else None,
+        log=log,
     )
-
-
-def _process_of(where: str) -> ProcessRef | None:
-    """Process of a location `pid N ...`, as local runtimes report it; None for other locations."""
-    match = re.match(r"pid (\d+)\b", where)
-    return ProcessRef.of(int(match[1])) if match else None

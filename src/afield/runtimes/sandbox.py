@@ -290,9 +290,8 @@ class SandboxRuntime:
 
     def _status(self, session_id: str) -> SessionStatus:
         process = self._processes.get(session_id)
-        return self._attempts.status(
-            session_id, f"pid {process.pid}" if process else "", starting=process is None
-        )
+        pid = process.pid if process else None
+        return self._attempts.status(session_id, pid=pid, starting=process is None)
 
     def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         if self._group is None:
