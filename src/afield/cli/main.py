@@ -21,6 +21,7 @@ from afield.cli import (
     kill,
     logs,
     ps,
+    relay,
     show,
     train,
 )
@@ -39,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
         demo,
         train,
         gateway,
+        relay,
         show,
         export,
         ps,

@@ -24,6 +24,7 @@ from afield.factory.gateway import (
     start_timeout,
 )
 from afield.factory.registry import ENGINES, RUNTIMES, SANDBOXES, Backend, load, needs
+from afield.factory.relay import RelayRoute, clusters_of, relay_client, relay_route, serve_relay
 from afield.factory.runs import (
     gateway_settings,
     limiter,
@@ -41,6 +42,7 @@ __all__ = [
     "RUNTIMES",
     "SANDBOXES",
     "Backend",
+    "RelayRoute",
     "SessionEntry",
     "SessionRegistry",
     "chat_tokenizer",
@@ -50,6 +52,7 @@ __all__ = [
     "check_reachable",
     "check_runtime",
     "check_trust",
+    "clusters_of",
     "engine",
     "engine_pool",
     "gateway_client",
@@ -60,12 +63,15 @@ __all__ = [
     "needs",
     "published_dtype",
     "read_shard",
+    "relay_client",
+    "relay_route",
     "remove_ended_sessions",
     "rollout_config",
     "runtime",
     "scripted_reply",
     "serve",
     "serve_front",
+    "serve_relay",
     "serve_shard",
     "staleness_window",
     "start_timeout",

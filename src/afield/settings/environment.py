@@ -14,7 +14,7 @@ from afield.private_files import read_private, state_directory
 from afield.process_secrets import hide_variables
 from afield.settings.values import assigned
 
-SECRETS = ("AFIELD_ADMIN_KEY", "AFIELD_OUTCOMES", "AFIELD_ACR_SECRET_KEY")
+SECRETS = ("AFIELD_ADMIN_KEY", "AFIELD_OUTCOMES", "AFIELD_ACR_SECRET_KEY", "AFIELD_RELAY_SECRET")
 
 
 class Environment(Struct, frozen=True):
@@ -38,6 +38,8 @@ class Environment(Struct, frozen=True):
     line would show."""
     agentcore_secret_key: str = ""
     """Secret key of clients of `afield agentcore-local`: AFIELD_ACR_SECRET_KEY."""
+    relay_secret: str = ""
+    """Secret of a cluster at a relay: AFIELD_RELAY_SECRET."""
 
     @classmethod
     def read(cls) -> Self:
@@ -55,6 +57,7 @@ class Environment(Struct, frozen=True):
             Path(key) if (key := os.environ.get("AFIELD_INVOCATION_KEY_FILE")) else None,
             os.environ.get("AFIELD_OUTCOMES", ""),
             os.environ.get("AFIELD_ACR_SECRET_KEY", ""),
+            os.environ.get("AFIELD_RELAY_SECRET", ""),
         )
 
 

@@ -1,0 +1,75 @@
+"""Relay settings: the relay itself, and the link of a process that dials out to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from afield.settings.fields import Bound, Count, FilePath, Metavar, Positive, SettingsGroup, Url, combine
+from afield.settings.gateway import LogFormat
+
+
+class RelayServerSettings(SettingsGroup, frozen=True, kw_only=True):
+    """Address, TLS and clusters of a relay."""
+
+    title: ClassVar[str] = "Server"
+
+    host: Annotated[str, Metavar("HOST")] = "127.0.0.1"
+    """Address to listen on."""
+    port: Annotated[int, Metavar("PORT"), Bound(at_least=0, at_most=65535)] = 8500
+    """Port to listen on; 0 takes any free one."""
+    cluster: Annotated[tuple[str, ...], Metavar("NAME=FILE")] = ()
+    """Cluster that may connect, with the file of its secret (mode 0600); may be repeated."""
+    tls_cert: FilePath = ""
+    """File with the TLS certificate chain; without it TLS ends in front of the relay."""
+    tls_key: FilePath = ""
+    """File with the TLS private key."""
+    log_format: LogFormat = "text"
+    """Format of log lines."""
+
+
+class RelayLimitSettings(SettingsGroup, frozen=True, kw_only=True):
+    """Limits of a relay."""
+
+    title: ClassVar[str] = "Limits"
+
+    max_requests: Count = 8192
+    """Requests in flight per connected process."""
+    max_body_mb: Count = 64
+    """MiB of one request body."""
+    max_connections: Count = 32_768
+    """Connections of agents."""
+    max_connections_per_address: Count = 16_384
+    """Connections of one address; raise it if a proxy in front of the relay has all of them."""
+    hold_timeout_s: Positive = 30.0
+    """Seconds that a request waits for a gateway that is not connected."""
+    resume_timeout_s: Positive = 60.0
+    """Seconds that requests survive a lost connection to their gateway."""
+    heartbeat_interval_s: Positive = 5.0
+    """Seconds between pings; a connection without a reply is closed."""
+
+
+if TYPE_CHECKING:
+
+    class _Relay(RelayServerSettings, RelayLimitSettings, frozen=True, kw_only=True): ...
+
+else:
+    _Relay = combine("_Relay", RelayServerSettings, RelayLimitSettings)
+
+
+class RelaySettings(_Relay, frozen=True, kw_only=True):
+    """Settings of one relay."""
+
+
+class RelayLinkSettings(SettingsGroup, frozen=True, kw_only=True):
+    """Link of a gateway or engine to a relay."""
+
+    title: ClassVar[str] = "Relay"
+
+    relay: Url = ""
+    """Relay to dial out to; agents then reach this process through it."""
+    relay_cluster: Annotated[str, Metavar("NAME")] = ""
+    """Cluster at the relay."""
+    relay_name: Annotated[str, Metavar("NAME")] = ""
+    """Name of this process in its cluster; by default the host name."""
+    relay_secret_file: FilePath = ""
+    """File with the cluster's secret, mode 0600; or AFIELD_RELAY_SECRET."""

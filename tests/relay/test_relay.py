@@ -1,0 +1,410 @@
+"""Relay: routing, authentication, flow control, resumption after cuts, kills and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from afield.errors import UsageError
+from afield.gateway import shards
+from afield.relay.auth import EVERY_PATH, route_prefix, session_scope
+from afield.relay.client import RelayClient
+from afield.relay.forward import HttpForwarder
+from afield.relay.server import Relay, RelayLimits, serve_relay
+from afield.sdk.listen import listen
+from support.ports import free_ports
+from support.tcp_proxy import TcpProxy
+
+pytestmark = pytest.mark.anyio
+
+SECRET = b"0123456789abcdef0123456789abcdef"
+LIMITS = RelayLimits(hold_s=5.0, resume_s=5.0, heartbeat_s=0.5)
+
+
+class App:
+    """ASGI application that counts requests, echoes bodies and streams numbered lines."""
+
+    def __init__(self, name: str = "app") -> None:
+        self.name = name
+        self.requests: list[str] = []
+        self.disconnects = 0
+        self.go_on = asyncio.Event()
+        self.sent = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.requests.append(scope["path"])
+        body = b""
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.disconnects += 1
+                return
+            body += message["body"]
+            if not message["more_body"]:
+                break
+        headers = [(b"content-type", b"text/plain"), (b"x-app", self.name.encode())]
+        await send({"type": "http.response.start", "status": 201, "headers": headers})
+        if scope["path"].endswith("/echo"):
+            await send({"type": "http.response.body", "body": body})
+        elif scope["path"].endswith("/flood"):
+            for _ in range(int(scope["query_string"])):
+                await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+                self.sent += 65536
+            await send({"type": "http.response.body", "body": b""})
+        else:
+            gone = asyncio.create_task(self._gone(receive))
+            for n in range(40):
+                await send({"type": "http.response.body", "body": b"line %d\n" % n, "more_body": True})
+                if n == 20:
+                    waiting = asyncio.create_task(self.go_on.wait())
+                    await asyncio.wait([waiting, gone], return_when=asyncio.FIRST_COMPLETED)
+                    waiting.cancel()
+                    if gone.done():
+                        self.disconnects += 1
+                        return
+            gone.cancel()
+            await send({"type": "http.response.body", "body": b"end\n"})
+
+    async def _gone(self, receive: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+
+LINES = b"".join(b"line %d\n" % n for n in range(40)) + b"end\n"
+
+
+class Setup:
+    """A relay, a process that dials out through a cuttable proxy, and an agent."""
+
+    def __init__(self, app: App, limits: RelayLimits = LIMITS, port: int = 0) -> None:
+        self.app = app
+        self.limits = limits
+        self.listener = None if port else listen("127.0.0.1", 0)
+        self.port = self.listener.getsockname()[1] if self.listener else port
+        self.proxy = TcpProxy(self.port)
+
+    @asynccontextmanager
+    async def relay(self, *, clusters: dict[str, bytes] | None = None) -> AsyncIterator[Relay]:
+        relay = Relay(clusters or {"lab": SECRET}, self.limits)
+        assert self.listener is not None
+        async with serve_relay(relay, self.listener, limits=self.limits):
+            yield relay
+
+    @asynccontextmanager
+    async def client(self, app: Any = None, **options: Any) -> AsyncIterator[RelayClient]:
+        settings = {
+            "cluster": "lab",
+            "gateway": "g1",
+            "secret": SECRET,
+            "claim_s": 5.0,
+            "heartbeat_s": 0.5,
+            **options,
+        }
+        async with self.proxy:
+            client = RelayClient(app or self.app, url=f"http://127.0.0.1:{self.proxy.port}", **settings)
+            running = asyncio.create_task(client.run())
+            try:
+                waiting = asyncio.create_task(client.connected.wait())
+                await asyncio.wait([waiting, running], return_when=asyncio.FIRST_COMPLETED, timeout=10)
+                if running.done():
+                    await running
+                yield client
+            finally:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+
+    def url(self, path: str, session: str = "s1", gateway: str = "g1", cluster: str = "lab") -> str:
+        prefix = route_prefix(SECRET, cluster, gateway, session_scope(session))
+        return f"http://127.0.0.1:{self.port}{prefix}/s/{session}/{path}"
+
+
+async def post(url: str, data: bytes = b"", **options: Any) -> tuple[int, bytes]:
+    async with aiohttp.ClientSession() as http, http.post(url, data=data, **options) as response:
+        return response.status, await response.read()
+
+
+@asynccontextmanager
+async def stream(setup: Setup) -> AsyncIterator[aiohttp.ClientResponse]:
+    async with aiohttp.ClientSession() as http, http.post(setup.url("stream")) as response:
+        yield response
+
+
+async def test_request_and_response_pass_unchanged():
+    setup = Setup(App())
+    async with setup.relay(), setup.client():
+        body = bytes(range(256)) * 4096
+        status, answer = await post(setup.url("echo?a=b%2Fc"), body)
+        assert (status, answer) == (201, body)
+        assert setup.app.requests == ["/s/s1/echo"]
+
+
+@pytest.mark.parametrize("token", ["x", "s~s1~0", "all~00"])
+async def test_wrong_route_token_gets_401_and_reaches_no_gateway(token: str):
+    setup = Setup(App())
+    async with setup.relay(), setup.client():
+        status, answer = await post(f"http://127.0.0.1:{setup.port}/c/lab/g/g1/t/{token}/s/s1/echo")
+        assert status == 401 and b"token" in answer
+        good = setup.url("echo")
+        assert (await post(good.replace("/s/s1/", "/s/other/")))[0] == 401
+        assert (await post(good.replace("/s/s1/echo", "/sessions")))[0] == 401
+        assert (await post(good.replace("/g/g1/", "/g/g2/")))[0] == 401
+        assert setup.app.requests == []
+
+
+async def test_wrong_cluster_secret_is_refused_by_name():
+    setup = Setup(App())
+    async with setup.relay():
+        with pytest.raises(UsageError, match="refuses the secret of cluster 'lab'"):
+            async with _same_relay(setup).client(secret=b"f" * 32):
+                pass
+        with pytest.raises(UsageError, match="does not serve cluster 'other'"):
+            async with _same_relay(setup).client(cluster="other"):
+                pass
+
+
+async def test_second_process_with_the_same_name_is_refused():
+    setup = Setup(App())
+    async with setup.relay(), setup.client():
+        with pytest.raises(UsageError, match="choose another relay name"):
+            async with _same_relay(setup).client():
+                pass
+        assert (await post(setup.url("echo"), b"1"))[0] == 201
+
+
+def _same_relay(setup: Setup) -> Setup:
+    return Setup(App(), setup.limits, setup.port)
+
+
+async def test_request_waits_for_a_gateway_that_connects_later():
+    setup = Setup(App())
+    async with setup.relay():
+        early = asyncio.create_task(post(setup.url("echo"), b"early"))
+        await asyncio.sleep(0.1)
+        async with setup.client():
+            assert await early == (201, b"early")
+
+
+async def test_gateway_that_does_not_connect_gets_503_with_retry_after():
+    setup = Setup(App(), RelayLimits(hold_s=0.05))
+    async with setup.relay(), aiohttp.ClientSession() as http, http.post(setup.url("echo")) as response:
+        assert response.status == 503
+        assert response.headers["Retry-After"] == "1"
+
+
+async def test_streams_continue_after_the_link_is_cut():
+    setup = Setup(App())
+    async with setup.relay(), setup.client(), stream(setup) as response:
+        first = await response.content.readline()
+        for _ in range(3):
+            setup.proxy.cut()
+            await asyncio.sleep(0.2)
+        setup.app.go_on.set()
+        assert first + await response.read() == LINES
+    assert setup.app.requests == ["/s/s1/stream"]
+    assert setup.app.disconnects == 0
+
+
+async def test_request_body_continues_after_the_link_is_cut():
+    setup = Setup(App())
+
+    async def body() -> AsyncIterator[bytes]:
+        for n in range(20):
+            yield b"%05d" % n * 5000
+            if n in (5, 12):
+                setup.proxy.cut()
+                await asyncio.sleep(0.1)
+
+    async with setup.relay(), setup.client():
+        status, answer = await post(setup.url("echo"), body())  # pyright: ignore[reportArgumentType]
+        assert (status, answer) == (201, b"".join(b"%05d" % n * 5000 for n in range(20)))
+    assert setup.app.requests == ["/s/s1/echo"]
+
+
+async def test_link_that_falls_silent_is_replaced():
+    setup = Setup(App())
+    async with setup.relay(), setup.client(), stream(setup) as response:
+        await response.content.readline()
+        setup.proxy.freeze()  # no FIN, no RST: only the heartbeat notices
+        setup.app.go_on.set()
+        assert (await asyncio.wait_for(response.read(), 20)).endswith(b"end\n")
+    assert len(setup.app.requests) == 1
+
+
+class RelayProcess:
+    """`afield relay` as a process that can be killed and started again on the same port."""
+
+    def __init__(self, folder: Path) -> None:
+        self._secret = folder / "secret"
+        self._secret.write_bytes(SECRET)
+        self._secret.chmod(0o600)
+        self.port = free_ports(1)[0]
+
+    async def start(self) -> None:
+        command = [sys.executable, "-m", "afield", "relay", "--json", "--port", str(self.port)]
+        command += ["--cluster", f"lab={self._secret}", "--heartbeat-interval", "0.5"]
+        pipe = asyncio.subprocess.PIPE
+        self.process = await asyncio.create_subprocess_exec(*command, stdout=pipe)
+        assert self.process.stdout is not None
+        assert json.loads(await self.process.stdout.readline())["clusters"] == ["lab"]
+
+    async def kill(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+            await self.process.wait()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.kill()
+
+
+async def test_repeated_request_after_relay_kills_gets_the_same_response(tmp_path):
+    app = App()
+    async with RelayProcess(tmp_path) as relay, aiohttp.ClientSession() as http:
+        setup = Setup(app, port=relay.port)
+        async with setup.client():
+            for _ in range(2):
+                async with http.post(setup.url("stream"), data=b"q") as response:
+                    assert await response.content.readline() == b"line 0\n"
+                    await relay.kill()
+                    with pytest.raises(aiohttp.ClientError):
+                        await response.read()
+                await relay.start()
+            again = asyncio.create_task(post(setup.url("stream"), b"q"))
+            assert await post(setup.url("echo"), b"z") == (201, b"z")
+            app.go_on.set()
+            assert await again == (201, LINES)
+            assert app.requests.count("/s/s1/stream") == 1
+            # A response that was delivered is not given a second time.
+            assert await post(setup.url("stream"), b"q") == (201, LINES)
+            assert app.requests.count("/s/s1/stream") == 2
+    assert app.disconnects == 0
+
+
+async def test_request_that_nobody_repeats_ends_as_a_disconnect(tmp_path):
+    app = App()
+    async with RelayProcess(tmp_path) as relay, aiohttp.ClientSession() as http:
+        setup = Setup(app, port=relay.port)
+        async with setup.client(claim_s=0.2), http.post(setup.url("stream"), data=b"q") as response:
+            await response.content.readline()
+            await relay.kill()
+            await relay.start()
+            async with asyncio.timeout(10):
+                while not app.disconnects:
+                    await asyncio.sleep(0.02)
+            assert await post(setup.url("echo"), b"z") == (201, b"z")
+
+
+async def test_disconnect_of_the_agent_reaches_the_gateway():
+    setup = Setup(App())
+    async with setup.relay(), setup.client(), aiohttp.ClientSession() as http:
+        response = await http.post(setup.url("stream"))
+        await response.content.readline()
+        response.close()
+        async with asyncio.timeout(10):
+            while not setup.app.disconnects:
+                await asyncio.sleep(0.02)
+
+
+async def test_slow_agent_stalls_its_own_stream_only():
+    setup = Setup(App())
+    async with setup.relay(), setup.client(), aiohttp.ClientSession(read_bufsize=1024) as http:
+        slow = await http.post(setup.url("flood?400"))  # 25 MiB, not read
+        async with asyncio.timeout(20):
+            before = -1
+            while before != setup.app.sent or not before:
+                before = setup.app.sent
+                await asyncio.sleep(0.1)
+            for n in range(20):
+                assert await post(setup.url("echo", "s2"), b"%d" % n) == (201, b"%d" % n)
+        assert setup.app.sent < 16 * 2**20
+        total = 0
+        async for data in slow.content.iter_any():
+            total += len(data)
+        assert total == 400 * 65536
+
+
+async def test_body_above_the_limit_gets_413():
+    setup = Setup(App(), RelayLimits(body_bytes=1000, hold_s=5.0))
+
+    async def chunked() -> AsyncIterator[bytes]:
+        for _ in range(10):
+            yield b"x" * 500
+
+    async with setup.relay(), setup.client():
+        assert (await post(setup.url("echo"), b"x" * 1001))[0] == 413
+        assert (await post(setup.url("echo"), chunked()))[0] == 413  # pyright: ignore[reportArgumentType]
+        assert (await post(setup.url("echo"), b"x" * 1000))[0] == 201
+
+
+async def test_connection_without_a_request_is_closed():
+    setup = Setup(App(), RelayLimits(head_s=0.2))
+    async with setup.relay(), asyncio.timeout(10):
+        reader, writer = await asyncio.open_connection("127.0.0.1", setup.port)
+        writer.write(b"POST /health HTTP/1.1\r\n")
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_sessions_reach_the_process_that_owns_them():
+    apps = [App("0"), App("1")]
+    setup = Setup(apps[0])
+    async with (
+        setup.relay(),
+        setup.client(process=0, processes=2),
+        _same_relay(setup).client(apps[1], process=1, processes=2),
+    ):
+        for n in range(20):
+            assert (await post(setup.url("echo", f"s{n}")))[0] == 201
+    for index, app in enumerate(apps):
+        assert app.requests
+        assert all(shards.owner(path.split("/")[2], 2) == index for path in app.requests)
+
+
+async def test_several_clusters_share_a_relay_and_not_their_secrets():
+    setup, apps = Setup(App()), [App("lab"), App("home")]
+    async with (
+        setup.relay(clusters={"lab": SECRET, "home": b"h" * 32}),
+        setup.client(apps[0]),
+        _same_relay(setup).client(apps[1], cluster="home", secret=b"h" * 32),
+    ):
+        assert (await post(setup.url("echo")))[0] == 201
+        assert (await post(setup.url("echo", cluster="home")))[0] == 401  # signed with lab's secret
+        prefix = route_prefix(b"h" * 32, "home", "g1", session_scope("s1"))
+        assert (await post(f"http://127.0.0.1:{setup.port}{prefix}/s/s1/echo"))[0] == 201
+    assert [len(app.requests) for app in apps] == [1, 1]
+
+
+async def test_engine_behind_a_forwarder_streams_through_the_relay():
+    async def handle(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"x-query": request.query_string})
+        await response.prepare(request)
+        await response.write(b"got " + await request.read())
+        return response
+
+    application = web.Application()
+    application.router.add_post("/v1/completions", handle)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    port = free_ports(1)[0]
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    setup = Setup(App())
+    prefix = route_prefix(SECRET, "lab", "g1", EVERY_PATH)
+    async with HttpForwarder(f"http://127.0.0.1:{port}") as forwarder, setup.relay(), setup.client(forwarder):
+        url = f"http://127.0.0.1:{setup.port}{prefix}/v1/completions"
+        async with aiohttp.ClientSession() as http, http.post(f"{url}?a=1", data=b"x" * 200_000) as response:
+            assert (response.status, response.headers["x-query"]) == (200, "a=1")
+            assert await response.read() == b"got " + b"x" * 200_000
+        await runner.cleanup()
+        assert (await post(url))[0] == 503
