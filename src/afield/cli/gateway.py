@@ -124,8 +124,9 @@ def run_shard(args: argparse.Namespace) -> int:
 
 
 def with_public_url(settings: GatewaySettings, listener: socket.socket) -> GatewaySettings:
-    """Set the public URL from the listening address, unless it is configured."""
-    url = settings.public_url or f"http://{bracketed(settings.host)}:{listener.getsockname()[1]}"
+    """Set the public URL, unless it is configured: the relay's, or the listening address."""
+    listening = f"http://{bracketed(settings.host)}:{listener.getsockname()[1]}"
+    url = settings.public_url or settings.relay or listening
     return structs.replace(settings, public_url=with_port(url))
 
 

@@ -15,7 +15,8 @@ from afield.cli.serving import run_loop
 from afield.errors import UsageError
 from afield.sdk.listen import listen
 from afield.settings.environment import Environment
-from afield.settings.relay import RelayLinkSettings, RelaySettings
+from afield.settings.gateway import RelayLinkSettings
+from afield.settings.relay import RelaySettings
 from afield.settings.values import converted, from_file, merged, with_paths
 
 

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from afield.errors import root_cause
 from afield.factory.engines import engine_pool
 from afield.factory.registry import needs
+from afield.factory.relay import relay_client, relay_route
 from afield.private_files import STATE, private_directory, state_directory
 from afield.sdk.listen import listen
 from afield.settings.environment import Environment, agent_environment
@@ -46,6 +48,8 @@ class ShardSettings(Struct, frozen=True, kw_only=True):
     """Directory of the processes' own sockets."""
     gateway: GatewaySettings
     """Settings of the gateway."""
+    relay_secret: str = ""
+    """Secret of the cluster at a relay, if it came from the environment."""
 
 
 def start_timeout(settings: GatewaySettings) -> float:
@@ -84,13 +88,16 @@ async def serve(
     *,
     shard: Any = None,
     link: int | None = None,
+    relay_secret: str = "",
 ) -> None:
     """Serve a gateway on a listening socket until cancelled; `ready` gets the model's name."""
     with needs("gateway"):
+        from afield.gateway.app import GatewayApp
         from afield.gateway.outcomes import GatewayLimits
         from afield.gateway.server import ConnectionLimits, serve
         from afield.gateway.service import LocalGateway
         from afield.gateway.session_keys import SecretPlace
+        from afield.gateway.shards import PASSED
         from afield.transports.spec import from_spec
 
     task = asyncio.current_task()
@@ -100,6 +107,7 @@ async def serve(
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     model, store = Path(settings.model), Path(settings.store)
     environment = Environment.read()
+    route = relay_route(settings, relay_secret or environment.relay_secret, settings.public_url)
     tokenizer = chat_tokenizer(model, cache=environment.template_profiles)
     pool = engine_pool(
         settings.engine,
@@ -124,6 +132,7 @@ async def serve(
             store=store,
             admin_key=settings.admin_key,
             public_url=settings.public_url,
+            routes=route,
             durable=settings.durable,
             path_keys=settings.path_keys,
             keep_sessions_s=settings.keep_sessions_h * 3600,
@@ -141,7 +150,27 @@ async def serve(
         # Only now: a gateway that is still loading has nothing to save and exits at once.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         connections = ConnectionLimits(per_address=min(settings.max_connections, hard * 3 // 4))
-        await serve(gateway, listener, lambda: ready(tokenizer.name), link=link, connections=connections)
+        app = GatewayApp(gateway)
+        if route is not None:
+            state = {PASSED: True} if shard else {}
+            number = {"process": shard.index, "processes": shard.count} if shard else {}
+            client = relay_client(app, route, state=state, **number)
+            await stack.enter_async_context(running(client.run()))
+        await serve(
+            gateway, listener, lambda: ready(tokenizer.name), link=link, connections=connections, app=app
+        )
+
+
+@asynccontextmanager
+async def running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run a coroutine beside the body; its failure ends the body."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(work)
+            yield
+            task.cancel()
+    except BaseExceptionGroup as errors:
+        raise root_cause(errors) from errors
 
 
 def _relax_garbage_collection() -> None:
@@ -164,9 +193,12 @@ async def serve_front(
     task = asyncio.current_task()
     assert task is not None
     with tempfile.TemporaryDirectory(prefix="afield-") as sockets:
+        secret = Environment.read().relay_secret
 
         def first_line(index: int, link: int) -> bytes:
-            shard = ShardSettings(index=index, link=link, sockets=Path(sockets), gateway=settings)
+            shard = ShardSettings(
+                index=index, link=link, sockets=Path(sockets), gateway=settings, relay_secret=secret
+            )
             return msgspec.json.encode(shard, enc_hook=str) + b"\n"
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -194,7 +226,8 @@ async def serve_shard(line: bytes, ready: Callable[[str], None]) -> None:
         listener.listen(1024)
         listener.setblocking(False)
         shard = Shard(settings.index, settings.gateway.processes, settings.sockets)
-        await serve(settings.gateway, listener, ready, shard=shard, link=settings.link)
+        secret = settings.relay_secret
+        await serve(settings.gateway, listener, ready, shard=shard, link=settings.link, relay_secret=secret)
 
 
 def read_shard(line: bytes) -> ShardSettings:

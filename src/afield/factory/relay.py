@@ -15,7 +15,8 @@ from msgspec import Struct
 
 from afield.errors import UsageError
 from afield.factory.registry import needs
-from afield.settings.relay import RelayLinkSettings, RelaySettings
+from afield.settings.gateway import GatewaySettings, RelayLinkSettings
+from afield.settings.relay import RelaySettings
 
 MIB = 1024 * 1024
 
@@ -24,7 +25,9 @@ class RelayRoute(Struct, frozen=True, kw_only=True):
     """Checked link settings: where a process dials out to, and the URLs that lead to it."""
 
     url: str
-    """Address of the relay."""
+    """Address of the relay, for this process."""
+    public_url: str
+    """Address of the relay, for agents."""
     cluster: str
     """Cluster at the relay."""
     name: str
@@ -36,7 +39,7 @@ class RelayRoute(Struct, frozen=True, kw_only=True):
         """URL of this process for one scope (see `relay.auth`)."""
         from afield.relay.auth import route_prefix
 
-        return f"{self.url}{route_prefix(self.secret, self.cluster, self.name, scope)}"
+        return f"{self.public_url}{route_prefix(self.secret, self.cluster, self.name, scope)}"
 
     def session_url(self, session_id: str) -> str:
         from afield.relay.auth import session_scope
@@ -49,7 +52,9 @@ class RelayRoute(Struct, frozen=True, kw_only=True):
         return self.url_for(header_key_scope(key_id))
 
 
-def relay_route(settings: RelayLinkSettings, secret: str = "") -> RelayRoute | None:
+def relay_route(
+    settings: RelayLinkSettings | GatewaySettings, secret: str = "", public_url: str = ""
+) -> RelayRoute | None:
     """The link of a process; None without a relay. `secret` is used if there is no file."""
     from afield.relay.auth import SECRET_BYTES, check_name, read_secret
 
@@ -68,6 +73,7 @@ def relay_route(settings: RelayLinkSettings, secret: str = "") -> RelayRoute | N
     name = settings.relay_name or re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:64]
     return RelayRoute(
         url=settings.relay.rstrip("/"),
+        public_url=(public_url or settings.relay).rstrip("/"),
         cluster=check_name("--relay-cluster", settings.relay_cluster),
         name=check_name("--relay-name", name),
         secret=key,

@@ -184,11 +184,12 @@ async def serve(
     *,
     link: int | None = None,
     connections: ConnectionLimits | None = None,
+    app: GatewayApp | None = None,
 ) -> None:
     """Serves until cancelled. `link` is the descriptor from which the front's connections come."""
     limited = Connections(connections or ConnectionLimits())
     config = server_config(
-        GatewayApp(gateway),
+        app or GatewayApp(gateway),
         http=partial(LimitedHttp, limited),
         log_config=None,
         proxy_headers=False,

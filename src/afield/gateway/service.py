@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import msgspec
+from msgspec import Struct
 
 from afield import trajectories
 from afield.chat import ChatTokenizer
@@ -42,6 +43,27 @@ PRUNE_EVERY_S = 600.0
 """Interval between deletions of old sessions, in seconds."""
 
 
+class Routes(Protocol):
+    """URLs in front of a gateway's paths, for the agent of a session and the clients of a header key."""
+
+    def session_url(self, session_id: str) -> str: ...
+
+    def header_key_url(self, key_id: str) -> str: ...
+
+
+class DirectRoutes(Struct, frozen=True):
+    """Routes of a gateway that agents reach at one address."""
+
+    url: str
+    """Public URL of the gateway."""
+
+    def session_url(self, session_id: str) -> str:
+        return self.url
+
+    def header_key_url(self, key_id: str) -> str:
+        return self.url
+
+
 class LocalGateway:
     """A gateway with its store, sessions and engine pool. The caller enters `engine` and `outlet`.
 
@@ -58,6 +80,7 @@ class LocalGateway:
         store: Path,
         admin_key: str,
         public_url: str,
+        routes: Routes | None = None,
         durable: bool = False,
         keep_sessions_s: float = 0.0,
         shard: Shard | None = None,
@@ -71,7 +94,7 @@ class LocalGateway:
     ) -> None:
         self.tokenizer = tokenizer
         self.engine = engine
-        self.public_url = public_url.rstrip("/")
+        self._routes = routes or DirectRoutes(public_url.rstrip("/"))
         self._store_path = store
         self._durable = durable
         self._keep_sessions_s = keep_sessions_s
@@ -158,7 +181,8 @@ class LocalGateway:
 
         verifier = frozenset({KeyScope.REWARD, KeyScope.OUTCOME, KeyScope.READ})
         key = issue(frozenset(scopes - {KeyScope.REWARD} if judged else scopes))
-        base = f"{self.public_url}/k/{key}" if self.path_keys else f"{self.public_url}/s/{session.id}"
+        url = self._routes.session_url(session.id)
+        base = f"{url}/k/{key}" if self.path_keys else f"{url}/s/{session.id}"
         return SessionCredentials(
             id=session.id,
             api_key=key,
@@ -169,7 +193,8 @@ class LocalGateway:
 
     def header_key_credentials(self, row: HeaderKeyRow) -> HeaderKeyCredentials:
         key = self.header_keys.token(row)
-        base = f"{self.public_url}/k/{key}" if self.path_keys else self.public_url
+        url = self._routes.header_key_url(row.id)
+        base = f"{url}/k/{key}" if self.path_keys else url
         return HeaderKeyCredentials(
             id=row.id,
             api_key=key,
@@ -357,7 +382,7 @@ class LocalGateway:
             await self._outbox.deliver(session)
 
     def _invocation(self, row: SessionRow) -> Invocation:
-        spec, base = row.spec, f"{self.public_url}/s/{row.id}"
+        spec, base = row.spec, f"{self._routes.session_url(row.id)}/s/{row.id}"
         assert spec.exp_id and spec.input_id and spec.rollout_id and spec.attempt
         return Invocation(
             exp_id=spec.exp_id,

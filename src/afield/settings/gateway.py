@@ -90,7 +90,24 @@ class LimitSettings(SettingsGroup, frozen=True, kw_only=True):
     """Put the session key into the base URL, for clients that cannot send a key."""
 
 
-class GatewaySettings(EngineSettings, ServerSettings, LimitSettings, frozen=True, kw_only=True):
+class RelayLinkSettings(SettingsGroup, frozen=True, kw_only=True):
+    """Link of a gateway or engine to a relay."""
+
+    title: ClassVar[str] = "Relay"
+
+    relay: Url = ""
+    """Relay to dial out to; agents then reach this process through it."""
+    relay_cluster: Annotated[str, Metavar("NAME")] = ""
+    """Cluster at the relay."""
+    relay_name: Annotated[str, Metavar("NAME")] = ""
+    """Name of this process in its cluster; by default the host name."""
+    relay_secret_file: FilePath = ""
+    """File with the cluster's secret, mode 0600; or AFIELD_RELAY_SECRET."""
+
+
+class GatewaySettings(
+    EngineSettings, ServerSettings, LimitSettings, RelayLinkSettings, frozen=True, kw_only=True
+):
     """Settings of one gateway; its processes get them as JSON on standard input."""
 
     def to_json(self) -> bytes:

@@ -1,10 +1,10 @@
-"""Relay settings: the relay itself, and the link of a process that dials out to it."""
+"""Settings of a relay."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from afield.settings.fields import Bound, Count, FilePath, Metavar, Positive, SettingsGroup, Url, combine
+from afield.settings.fields import Bound, Count, FilePath, Metavar, Positive, SettingsGroup, combine
 from afield.settings.gateway import LogFormat
 
 
@@ -58,18 +58,3 @@ else:
 
 class RelaySettings(_Relay, frozen=True, kw_only=True):
     """Settings of one relay."""
-
-
-class RelayLinkSettings(SettingsGroup, frozen=True, kw_only=True):
-    """Link of a gateway or engine to a relay."""
-
-    title: ClassVar[str] = "Relay"
-
-    relay: Url = ""
-    """Relay to dial out to; agents then reach this process through it."""
-    relay_cluster: Annotated[str, Metavar("NAME")] = ""
-    """Cluster at the relay."""
-    relay_name: Annotated[str, Metavar("NAME")] = ""
-    """Name of this process in its cluster; by default the host name."""
-    relay_secret_file: FilePath = ""
-    """File with the cluster's secret, mode 0600; or AFIELD_RELAY_SECRET."""
