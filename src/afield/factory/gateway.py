@@ -22,7 +22,7 @@ from msgspec import Struct
 from afield.errors import root_cause
 from afield.factory.engines import engine_pool
 from afield.factory.registry import needs
-from afield.factory.relay import relay_client, relay_route
+from afield.factory.relay import engine_spec, relay_client, relay_route
 from afield.private_files import STATE, private_directory, state_directory
 from afield.sdk.listen import listen
 from afield.settings.environment import Environment, agent_environment
@@ -110,7 +110,7 @@ async def serve(
     route = relay_route(settings, relay_secret or environment.relay_secret, settings.public_url)
     tokenizer = chat_tokenizer(model, cache=environment.template_profiles)
     pool = engine_pool(
-        settings.engine,
+        [engine_spec(spec, route) for spec in settings.engine],
         model,
         slots=settings.slots,
         seed=settings.seed,

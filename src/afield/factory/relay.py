@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from afield.errors import UsageError
 from afield.factory.registry import needs
@@ -78,6 +78,22 @@ def relay_route(
         name=check_name("--relay-name", name),
         secret=key,
     )
+
+
+def engine_spec(spec: str, route: RelayRoute | None) -> str:
+    """Engine specification with an address: `relay=vllm:NAME` becomes `vllm=URL` through the relay."""
+    from afield.relay.auth import EVERY_PATH, check_name
+
+    kind, _, argument = spec.partition("=")
+    if kind != "relay":
+        return spec
+    engine, colon, name = argument.partition(":")
+    if not colon or not engine:
+        raise UsageError(f"--engine {spec}: give the kind and the relay name of the engine: relay=vllm:NAME")
+    if route is None:
+        raise UsageError(f"--engine {spec} needs the relay that the engine dials out to: --relay URL")
+    at_relay = structs.replace(route, name=check_name("--engine relay", name), public_url=route.url)
+    return f"{engine}={at_relay.url_for(EVERY_PATH)}"
 
 
 def relay_client(app: Any, route: RelayRoute, **options: Any) -> Any:
