@@ -19,10 +19,10 @@ from msgspec import structs
 
 from afield.cli.flags import add_flags, flag_values
 from afield.cli.report import Summary, draw, me, summarise
+from afield.datasets import read_tasks
 from afield.errors import AfieldError, NoRewards, UsageError
 from afield.orchestrator.state import RunDirectory, find_run, write_whole
 from afield.settings.environment import Environment
-from afield.settings.tasks import read_tasks
 from afield.settings.train import REMOTE, RESUMABLE_KEYS, RuntimeTables, TrainConfig, build, train_config
 from afield.settings.values import assigned, from_file, merged, with_paths
 from afield.training_run import RunRole, training

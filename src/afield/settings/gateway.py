@@ -60,8 +60,8 @@ class EngineSettings(SettingsGroup, frozen=True, kw_only=True):
     model: Annotated[str, Metavar("DIR"), PATH]
     """Model directory in Hugging Face format."""
     engine: Annotated[tuple[str, ...], Metavar("KIND[=WHERE]")] = ("torch",)
-    """Engine: torch (embedded), vllm=URL, sglang=URL, relay=vllm:NAME for one that dials out, or scripted=FILE
-    for tests; may be repeated."""
+    """Engine: torch (embedded), vllm=URL, sglang=URL, relay=vllm:NAME if it dials out, or scripted=FILE for
+    tests; may be repeated."""
     slots: Count = 64
     """Calls that the embedded engine runs at once."""
     seed: int = 0

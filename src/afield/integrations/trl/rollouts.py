@@ -18,6 +18,7 @@ from uuid import uuid4
 import msgspec
 
 from afield import factory, wire
+from afield.datasets import read_tasks
 from afield.errors import UsageError, WireError
 from afield.integrations.trl.collector_thread import CollectorThread
 from afield.integrations.trl.rows import RowConfig, RowWeighting, TrlEstimator
@@ -26,7 +27,6 @@ from afield.integrations.trl.weights import WeightTransfer
 from afield.integrations.trl.worker import RolloutWorker
 from afield.orchestrator.state import RunDirectory
 from afield.settings.environment import Environment
-from afield.settings.tasks import read_tasks
 from afield.settings.train import TrainConfig, build
 from afield.settings.values import from_file, merged, with_paths
 from afield.types import Task

@@ -19,8 +19,8 @@ from typing import Any
 
 import msgspec
 
+from afield.datasets import read_tasks
 from afield.errors import UsageError
-from afield.settings.tasks import read_tasks
 from afield.types import Task
 
 TEXT_KEYS = ("prompt", "question", "instruction", "problem", "task")

@@ -1,4 +1,4 @@
-"""Task files: JSONL with one task per line."""
+"""JSONL datasets: one task per line."""
 
 from __future__ import annotations
 
@@ -10,12 +10,8 @@ from afield.errors import UsageError
 from afield.types import Task
 
 
-def read_tasks(path: Path) -> list[Task]:
+def read_jsonl(path: Path) -> list[Task]:
     """Read a JSONL file of objects; `id` names a task, or else its line number."""
-    if not path.exists():
-        raise UsageError(f"there is no task file {path}")
-    if path.is_dir():
-        raise UsageError(f"{path} is a directory; give a JSONL file with one task per line")
     tasks: dict[str, Task] = {}
     try:
         lines = path.read_bytes().split(b"\n")
