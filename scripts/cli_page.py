@@ -13,7 +13,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "reference" / "cli.md"
 HEAD = """\
 # Command line
 
-After this page you can look up every command and option.
+This page lists every command and option.
 `scripts/cli_page.py` writes this page from the parsers.
 
 `afield --help` lists the commands, and `afield COMMAND --help` the options of one.

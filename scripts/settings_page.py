@@ -22,7 +22,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "reference" / "settings.md"
 HEAD = """\
 # Settings
 
-After this page you can look up all settings of `afield train`, `afield demo`, `afield gateway` and veRL, with their defaults. This page is generated from
+This page lists every setting of `afield train`, `afield demo`, `afield gateway` and the veRL integration, with its default. This page is generated from
 `src/afield/settings`.
 
 Values come from the command line, then from a TOML file, then from the defaults below.

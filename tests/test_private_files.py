@@ -109,7 +109,7 @@ async def test_lost_secret_is_reported(tmp_path: Path, caplog: pytest.LogCapture
 
 async def test_a_secret_inside_the_store_or_open_to_others_is_refused(tmp_path: Path) -> None:
     inside = SecretPlace(file=tmp_path / "store" / "secret")
-    with pytest.raises(UsageError, match="lies in the store"):
+    with pytest.raises(UsageError, match="is inside the store"):
         signing_secret(inside, "a" * 32, tmp_path / "store", sessions=False)
     shown = tmp_path / "secret"
     shown.write_bytes(bytes(32))

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from afield.batches.rewards import turn_returns
+from afield.datasets import read_tasks
 from afield.errors import UsageError
 from afield.integrations.verl import dataset, rows, settings
 from afield.integrations.verl.manager import GenerateCall, PromptGroup, StepCounts
-from afield.datasets import read_tasks
 from afield.types import Failure, FailureKind, Outcome, Reason, RolloutResult, Split, Task
 from support.paths import ROOT
 from support.random_groups import Maker, branching

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from afield.datasets import read_tasks
 from afield.errors import UsageError
 from afield.orchestrator.groups import Schedule
 from afield.orchestrator.state import STEP_STATE_FILE, RunDirectory, StepState, find_run
-from afield.datasets import read_tasks
 from afield.settings.train import TrainConfig, train_config
 from afield.types import Task
 

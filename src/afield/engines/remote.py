@@ -299,7 +299,9 @@ class RemoteEngine(ABC):
         if prompt_ids is None or prompt_ids == call.prompt_ids:
             return None
         if not call.images:
-            raise Unavailable(f"{self.url} changed the prompt of call {call.id!r}; ids must be taken as sent")
+            raise Unavailable(
+                f"{self.url} changed the prompt token ids of call {call.id!r}; the engine must use ids as it receives them"
+            )
         return prompt_ids
 
     async def _swap_or_spoil(self, version: int, path: str) -> None:

@@ -65,7 +65,7 @@ class HeaderKeySpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if self.max_open < 1:
             raise ValueError(f"max_open {self.max_open} must be at least 1")
         if self.idle_s is not None and not self.idle_s > 0:
-            raise ValueError(f"idle_s {self.idle_s} must be positive, or null for never")
+            raise ValueError(f"idle_s = {self.idle_s} must be positive, or null to never expire")
         for field in NOT_SHARED:
             if getattr(self.session, field) is not None:
                 raise ValueError(

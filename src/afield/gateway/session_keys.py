@@ -169,7 +169,7 @@ def signing_secret(place: SecretPlace, store_id: str, store: Path, *, sessions: 
         return secrets.token_bytes(SECRET_BYTES)
     if path.is_relative_to(store.absolute()) or path.resolve().is_relative_to(store.resolve()):
         raise UsageError(
-            f"the secret file {path} lies in the store {store}, which it protects: choose another place"
+            f"the secret file {path} is inside the store {store}, which it protects; put it elsewhere"
         )
     try:
         if new := not path.exists():

@@ -506,7 +506,7 @@ class SessionManager:
                 structs.replace(spec, id=session_id),
                 opened_by,
             ):
-                raise Conflict(f"session {session_id} exists with another specification")
+                raise Conflict(f"session {session_id} already exists with another specification")
             return existing, False
         row = SessionRow(
             id=session_id,

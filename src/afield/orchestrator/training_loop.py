@@ -180,7 +180,8 @@ class TrainingLoop:
             if steps_without_reward == MAX_STEPS_WITHOUT_REWARD:
                 failure = most_common_failure(batch.finished)
                 raise NoRewards(
-                    f"{MAX_STEPS_WITHOUT_REWARD} steps without a single reward; most failure: {failure}"
+                    f"{MAX_STEPS_WITHOUT_REWARD} steps without a single reward;"
+                    f" most common failure: {failure}"
                 )
             del batch  # frees memory before the next batch is read
 

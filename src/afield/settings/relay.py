@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
-from afield.settings.fields import Bound, Count, FilePath, Metavar, Positive, SettingsGroup, combine
+from afield.settings.fields import Bound, Count, FilePath, Metavar, Positive, SettingsGroup
 from afield.settings.gateway import LogFormat
 
 
@@ -48,13 +48,5 @@ class RelayLimitSettings(SettingsGroup, frozen=True, kw_only=True):
     """Seconds between pings; a connection without a reply is closed."""
 
 
-if TYPE_CHECKING:
-
-    class _Relay(RelayServerSettings, RelayLimitSettings, frozen=True, kw_only=True): ...
-
-else:
-    _Relay = combine("_Relay", RelayServerSettings, RelayLimitSettings)
-
-
-class RelaySettings(_Relay, frozen=True, kw_only=True):
+class RelaySettings(RelayServerSettings, RelayLimitSettings, frozen=True, kw_only=True):
     """Settings of one relay."""

@@ -38,7 +38,7 @@ class AgentSettings(SettingsGroup, frozen=True, kw_only=True):
     transport: Annotated[str, Metavar("SPEC")] = "files"
     """Transport of outcomes: files, memory, or an address such as s3://BUCKET?sqs=URL."""
     workers: Annotated[Count, RESUMABLE] = 2
-    """Agent processes of the runtime `process`."""
+    """Number of agent processes that the runtime `process` starts."""
     process_per_rollout: bool = False
     """Start a new process for every rollout, with the runtime `process`."""
     concurrency: Annotated[Count, RESUMABLE] = 64

@@ -102,7 +102,7 @@ class CollectSettings(SettingsGroup, frozen=True, kw_only=True):
     straggler_after: Count | None = None
     """Rewards of a group that start the straggler clock; default: all but one."""
     max_reward: Positive = 1e6
-    """Largest absolute reward. A larger one is a verifier failure."""
+    """Largest absolute value of a reward; a larger one makes the rollout fail."""
     deliver: Delivery = "auto"
     """Destination of outcomes that agents send: the outcome store, or their gateway; auto takes what they can
     reach."""

@@ -195,8 +195,9 @@ class EngineSampler:
         delta = self.tokenizer.append(messages, truncated=truncated, tools=tools, stop=after.token_ids[-1])
         if delta is None:
             raise UsageError(
-                f"{self.path}: its template cannot go on after a sampled reply with"
-                f" {[message.role for message in messages]}; give the ids that follow instead"
+                f"{self.path}: the chat template cannot append messages with the roles"
+                f" {[message.role for message in messages]} after a sampled reply;"
+                " pass their token ids instead"
             )
         return (*after.ids, *delta[1])
 
