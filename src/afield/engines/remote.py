@@ -300,7 +300,8 @@ class RemoteEngine(ABC):
             return None
         if not call.images:
             raise Unavailable(
-                f"{self.url} changed the prompt token ids of call {call.id!r}; the engine must use ids as it receives them"
+                f"{self.url} changed the prompt token ids of call {call.id!r};"
+                " the engine must use ids as it receives them"
             )
         return prompt_ids
 
