@@ -62,7 +62,8 @@ class TaskSettings(SettingsGroup, frozen=True, kw_only=True):
     model: Annotated[str, Metavar("DIR"), PATH]
     """Model directory to start from, in Hugging Face format."""
     tasks: FilePath = ""
-    """JSONL file with one task per line; its `id` names a task, else its line number."""
+    """Tasks: a JSONL or Parquet file, a Hugging Face dataset directory, or a directory of Harbor tasks. `id`
+    names a task, else its position does."""
     exp_id: str = ""
     """Experiment id, the prefix of rollout ids. Default: train, or the run's name if a gateway or store may
     be shared; rollouts of the same id, seed and weights are sampled alike."""
@@ -118,7 +119,7 @@ class ValidationSettings(SettingsGroup, frozen=True, kw_only=True):
     title: ClassVar[str] = "Validation"
 
     val_tasks: FilePath = ""
-    """JSONL file of validation tasks."""
+    """Validation tasks, in the same formats."""
     val_every: Count = 5
     """Steps between two validations."""
     val_rollouts: Count = 1
