@@ -12,6 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Self
 
+from afield.backoff import Backoff
 from afield.errors import AfieldError, NotFound, Unavailable
 from afield.gateway import outcomes
 from afield.gateway.api_error import ApiError
@@ -120,18 +121,17 @@ class OutcomeDelivery:
         return "" if same else "the attempt has another outcome"
 
     async def _bring_what_is_left(self) -> None:
-        pause = FIRST_PAUSE_S
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             await self._left.wait()
             self._left.clear()
             failed = await self._try_all()
             if failed is None:
-                pause = FIRST_PAUSE_S
+                backoff.reset()
                 continue
-            log.error("outcomes: delivery failed, retrying retry_s=%g error=%s", pause, failed)
+            log.error("outcomes: delivery failed, retrying retry_s=%g error=%s", backoff.next_s, failed)
             self._left.set()
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+            await backoff.sleep()
 
     async def _try_all(self) -> AfieldError | None:
         """Tries all due outcomes and returns the first error."""

@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from msgspec import Struct, structs
 
+from afield.backoff import Backoff
 from afield.errors import AfieldError, Conflict, NotFound, Unavailable, UsageError
 from afield.gateway.failover import ResumableCall
 from afield.gateway.weight_check import check_weights_match, read_probe
@@ -278,20 +279,20 @@ class WorkerRegistry:
             task.add_done_callback(self._tending.discard)
 
     async def _tend(self, worker: EngineWorker) -> None:
-        pause = 0.0
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         try:
             while worker.health is WorkerHealth.UNHEALTHY:
-                await asyncio.sleep(pause)
-                pause = min(max(2 * pause, FIRST_PAUSE_S), LONGEST_PAUSE_S)
                 try:
                     await self._admit(worker)
                     log.warning("worker %s: ready again", worker.id)
-                except REFUSALS:
                     continue
+                except REFUSALS:
+                    pass
                 except Exception as error:  # retried in any case
                     log.warning(
                         "worker %s: check failed error=%s: %s", worker.id, type(error).__name__, error
                     )
+                await backoff.sleep()
         finally:
             worker.recovering = False
         await self.tell()

@@ -18,6 +18,7 @@ from contextlib import suppress
 from msgspec import structs
 
 from afield import wire
+from afield.backoff import Backoff
 from afield.errors import Outage, RolloutFailure, WireError
 from afield.interfaces import Exit, Fence, Gateway, PendingAttempt, Runtime, Transport
 from afield.orchestrator.availability import (
@@ -264,7 +265,7 @@ class AttemptRunner:
 
     async def _exited(self, running: RunningAttempt) -> Exit:
         """Wait for the end of the agent; retries while the runtime raises other errors."""
-        pause_s, longest_s = BACKOFF_S
+        backoff = Backoff(*BACKOFF_S)
         while True:
             try:
                 return await self._runtime.wait(running.pending.attempt)
@@ -278,8 +279,7 @@ class AttemptRunner:
                         describe_error(error),
                     )
                 running.wait_error = describe_error(error)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, longest_s)
+            await backoff.sleep()
 
     async def _grading(self, running: RunningAttempt) -> asyncio.Task[Failure | None] | None:
         """Start a verifier once the agent has submitted; None before that."""

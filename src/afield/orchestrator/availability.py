@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+from afield.backoff import Backoff
 from afield.errors import AfieldError, Outage, RateLimited, RolloutFailure, Unavailable
 from afield.orchestrator.config import RolloutConfig
 from afield.types import Failure, FailureKind, Reason
@@ -43,7 +44,7 @@ class Availability:
         """Call with retries. Raises the component's own error, Unavailable for this caller, or Outage."""
         began = loop_time()
         end = began + self._config.unavailable_timeout_s
-        pause_s, longest_s = BACKOFF_S
+        backoff = Backoff(*BACKOFF_S)
         failing = False
         try:
             while True:
@@ -63,11 +64,11 @@ class Availability:
                     log.warning(
                         message, self._part, method, describe_error(last), self._config.unavailable_timeout_s
                     )
-                wait_s = (last.retry_after_s if isinstance(last, RateLimited) else None) or pause_s
+                wait_s = (last.retry_after_s if isinstance(last, RateLimited) else None) or backoff.next_s
                 if loop_time() + wait_s > end:
                     raise await self._verdict(method, began, last) from last
                 await asyncio.sleep(wait_s)
-                pause_s = min(2 * pause_s, longest_s)
+                backoff.advance()
         finally:
             if failing:
                 self._failing[method] -= 1
@@ -162,7 +163,7 @@ def loop_time() -> float:
 async def retry_unavailable(ask: Callable[[], Awaitable[T]], unavailable_timeout_s: float) -> T:
     """Repeat a call that raises Unavailable, for up to `unavailable_timeout_s`."""
     end = loop_time() + unavailable_timeout_s
-    pause_s, longest_s = BACKOFF_S
+    backoff = Backoff(*BACKOFF_S)
     logged = False
     while True:
         try:
@@ -173,5 +174,4 @@ async def retry_unavailable(ask: Callable[[], Awaitable[T]], unavailable_timeout
             if not logged:
                 log.warning("%s; tried again for up to %g s", error, unavailable_timeout_s)
                 logged = True
-        await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, longest_s)
+        await backoff.sleep()

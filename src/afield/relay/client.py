@@ -14,7 +14,6 @@ import asyncio
 import hashlib
 import json
 import logging
-import random
 import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -25,6 +24,7 @@ from urllib.parse import unquote, urlsplit
 import aiohttp
 from aiohttp.http_websocket import WSMsgType
 
+from afield.backoff import Backoff
 from afield.errors import UsageError, WireError
 from afield.relay.auth import LinkRequest
 from afield.relay.streams import (
@@ -124,31 +124,32 @@ class RelayClient(Multiplexer):
         self._ended: deque[int] = deque(maxlen=10_000)
         self._orphans: dict[tuple[Any, ...], list[RelayedRequest]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._backoff = Backoff(*BACKOFF_S, jitter=True)
         self.connected = asyncio.Event()
 
     async def run(self) -> None:
         """Serve until cancelled. Raises UsageError if the relay refuses the secret or the name."""
-        pause_s = BACKOFF_S[0]
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         try:
             async with aiohttp.ClientSession(timeout=timeout) as http:
                 while True:
                     try:
                         await self._link(http)
-                        pause_s = BACKOFF_S[0]
                     except UsageError:
                         if self._relay is None:  # never connected: a wrong setting
                             raise
                         log.exception("relay: link refused relay=%s", self._url)
                     except (aiohttp.ClientError, TimeoutError, OSError, WireError) as error:
                         log.warning(
-                            "relay: link down relay=%s retry_s=%.2f error=%s", self._url, pause_s, error
+                            "relay: link down relay=%s retry_s=%.2f error=%s",
+                            self._url,
+                            self._backoff.next_s,
+                            error,
                         )
                     finally:
                         self.connected.clear()
                     self._after(self._resume_s, self._expire_unresumed, self._relay)
-                    await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-                    pause_s = min(2 * pause_s, BACKOFF_S[1])
+                    await self._backoff.sleep()
         finally:
             await self._close()
 
@@ -194,6 +195,7 @@ class RelayClient(Multiplexer):
                 "relay: link up relay=%s gateway=%s streams=%d", self._url, self._gateway, len(self.streams)
             )
             self.connected.set()
+            self._backoff.reset()
             writing = asyncio.create_task(self.write(socket.send_bytes))
             writing.add_done_callback(lambda _: None)
             try:

@@ -25,6 +25,7 @@ from typing import IO, Any, Self, TypeVar
 import aiohttp
 from msgspec import Struct
 
+from afield.backoff import Backoff
 from afield.errors import InfrastructureFailure, RateLimited, RolloutFailure, UsageError
 from afield.interfaces.runtime import Capabilities, Exit, SessionStatus
 from afield.log_tail import LogSlice, record_slice, tail
@@ -279,6 +280,7 @@ class ProcessRuntime:
         self._launches: dict[str, asyncio.Task[RolloutFailure | None]] = {}
         self._started = 0
         self._failed_starts = 0
+        self._backoff = Backoff(BACKOFF_S, MAX_BACKOFF_S)
         self._start_error: InfrastructureFailure | None = None
         self._retry_at = 0.0
         self._changed = asyncio.Event()
@@ -386,6 +388,7 @@ class ProcessRuntime:
         worker.accepted.add(session_id)
         worker.served += 1
         self._failed_starts = 0
+        self._backoff.reset()
         return None
 
     async def _warm_worker(self, session_id: str) -> AgentWorker:
@@ -512,9 +515,8 @@ class ProcessRuntime:
     def _record_failed_start(self, worker: AgentWorker, problem: InfrastructureFailure) -> None:
         """Store why a worker failed to start; consecutive failures back off exponentially."""
         self._start_error = worker.start_error = problem
-        wait_s = min(BACKOFF_S * 2**self._failed_starts, MAX_BACKOFF_S)
-        self._retry_at = asyncio.get_running_loop().time() + wait_s
         self._failed_starts += 1
+        self._retry_at = asyncio.get_running_loop().time() + self._backoff.advance()
 
     def _fail_sessions(self, worker: AgentWorker, ended: str) -> None:
         tail = worker.tail()

@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import aiohttp
 
+from afield.backoff import Backoff
 from afield.errors import (
     AfieldError,
     InfrastructureFailure,
@@ -362,7 +363,7 @@ class ContainerRuntime:
         self._create_task(self._follow(session_id))
 
     async def _wait_serving(self, session_id: str) -> tuple[str, PingResponse]:
-        pause_s, url = FIRST_PING_S, ""
+        backoff, url = Backoff(FIRST_PING_S, MAX_PING_INTERVAL_S), ""
         silent = "it has no address"
         try:
             async with asyncio.timeout(self._start_timeout_s):
@@ -374,8 +375,7 @@ class ContainerRuntime:
                             return url, await invocations.ping(self._http, url, PING_S)
                         except NO_ANSWER as error:
                             silent = f"{type(error).__name__}: {error}"
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, MAX_PING_INTERVAL_S)
+                    await backoff.sleep()
         except TimeoutError:
             where = f"GET {url}/ping" if url else f"port {self._options.port}"
             waited = f"did not answer within {self._start_timeout_s:g} s: {silent}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
+from afield.backoff import Backoff
 from afield.errors import AfieldError, RateLimited, Unavailable, UsageError
 from afield.runtimes.kubernetes.objects import ApiStatus, ObjectList, ObjectMeta, WatchEvent
 from afield.settings.runtimes import KubernetesOptions
@@ -317,17 +317,17 @@ class Watch(Generic[K]):
         self._version = ""
 
     async def run(self) -> None:
-        pause_s = WATCH_PAUSE_S[0]
+        backoff = Backoff(*WATCH_PAUSE_S, jitter=True)
         while True:
             try:
                 if not self._version:
                     await self._list()
                 began = asyncio.get_running_loop().time()
                 async for change in self._changes():
-                    pause_s = WATCH_PAUSE_S[0]
+                    backoff.reset()
                     self._take(change)
                 # The server ends each watch after a while; back off if it does so at once.
-                if asyncio.get_running_loop().time() - began > pause_s:
+                if asyncio.get_running_loop().time() - began > backoff.next_s:
                     continue
             except _Expired:
                 log.info("%s: watch expired, restarting", self._path)
@@ -336,8 +336,7 @@ class Watch(Generic[K]):
                 log.info("%s: the watch broke (%s) and is taken up again", self._path, describe(error))
             except (AfieldError, msgspec.MsgspecError) as error:
                 log.warning("%s cannot be watched: %s; tried again", self._path, error)
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-            pause_s = min(2 * pause_s, WATCH_PAUSE_S[1])
+            await backoff.sleep()
 
     async def _list(self) -> None:
         found, version = await self._cluster.list(self._path, self._kind, {"labelSelector": self._selector})

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from afield.backoff import Backoff
 from afield.errors import InfrastructureFailure, RateLimited, UsageError
 from afield.runtimes.ray.actor import ActorStatus, ForkServerActor, ForkServerSettings
 from afield.runtimes.ray.cluster import NAMESPACE, RayCluster, ResourceRequest, ray_module, resource_request
@@ -222,6 +223,7 @@ class ActorPool:
         self._waiting = 0
         self._need: ResourceRequest | None = None
         self._failed_starts = 0
+        self._backoff = Backoff(BACKOFF_S, MAX_BACKOFF_S)
         self._problem = ""
         self._retry_at = 0.0
         self._news = asyncio.Event()
@@ -336,9 +338,8 @@ class ActorPool:
 
     def _record_failed_start(self, problem: str) -> None:
         """Store why an actor failed to start; consecutive failures back off exponentially."""
-        wait_s = min(BACKOFF_S * 2**self._failed_starts, MAX_BACKOFF_S)
-        self._retry_at = asyncio.get_running_loop().time() + wait_s
         self._failed_starts += 1
+        self._retry_at = asyncio.get_running_loop().time() + self._backoff.advance()
         self._problem = problem
 
     async def _made(self, place: PooledActor) -> ActorHandle:
@@ -366,6 +367,7 @@ class ActorPool:
             raise ActorLost(standing.problem)
         self._warn(standing)
         self._failed_starts = 0
+        self._backoff.reset()
         place.where, place.ready = standing.where, True
         place.used_at = asyncio.get_running_loop().time()
         self.tell()
