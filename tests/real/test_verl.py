@@ -79,7 +79,7 @@ async def check_store(folder: Path, name: str, steps: int) -> set[int]:
     assert sorted(path.name for path in weights.iterdir()) == [f"v{steps - 1}", f"v{steps}"]
     seen: set[int] = set()
     rescored = 0
-    async with TorchEngine(POLICY) as engine, running(engine, store) as up:
+    async with running(TorchEngine(POLICY), store) as up:
         assert await up.client.version() == steps
         for made in await sessions(up):
             rows = made["trajectories"]

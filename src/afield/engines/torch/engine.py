@@ -221,6 +221,8 @@ class TorchEngine:
     # --- event loop -------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
+        if self._thread is not None and self._thread.is_alive():
+            raise RuntimeError("this engine runs already; a gateway or an engine pool enters it itself")
         self._inbox = SimpleQueue()
         # A separate pool: a compile that times out keeps its thread and must not block other executor work.
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="constraints")
