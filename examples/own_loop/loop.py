@@ -29,7 +29,6 @@ def look_up(task: dict, reply: SampledReply) -> dict:
 
 
 def step(tuner: Tuner, tasks: list[dict]) -> float:
-    """Sample REPLIES conversations per task, update the policy, and return the mean reward."""
     batch = [task for task in tasks for _ in range(REPLIES)]
     system = {"role": "system", "content": SYSTEM}
     prompts = [[system, {"role": "user", "content": task["question"]}] for task in batch]

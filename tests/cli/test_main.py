@@ -40,7 +40,7 @@ GOOD = ("--tasks", "good.jsonl", *MODEL)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", AGENT, "--tasks", "nowhere.jsonl", *MODEL], "there is no task file"),
+        (["train", AGENT, "--tasks", "nowhere.jsonl", *MODEL], "there is no dataset"),
         (["train", AGENT, "--tasks", "bad.jsonl", *MODEL], "bad.jsonl line 3"),
         (["train", AGENT, "--tasks", "empty.jsonl", *MODEL], "has no tasks"),
         (["train", AGENT, "--tasks", "twice.jsonl", *MODEL], "twice.jsonl line 2"),

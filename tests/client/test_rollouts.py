@@ -85,14 +85,14 @@ def test_a_rollout_id_is_one_rollout_with_one_row(gateway: ThreadedGateway, bloc
     with gateway.client(blocking) as client:
         future = client.submit({"n": 1}, input_id="q", rollout_id="mine")
         assert client.submit({"n": 1}, input_id="q", rollout_id="mine") is future
-        with pytest.raises(Conflict, match="mine is known with another row, of input 'q'"):
+        with pytest.raises(Conflict, match="mine exists with another row, of input 'q'"):
             client.submit({"n": 2}, input_id="other", rollout_id="mine")
         with pytest.raises(Conflict, match="two different rows are called 'q'"):
             client.submit({"n": 2}, input_id="q")
         blocking.release.set()
         first = future.result(60)
         assert client.submit({"n": 1}, input_id="q", rollout_id="mine").result(60) == first
-        with pytest.raises(Conflict, match="mine is known"):
+        with pytest.raises(Conflict, match="mine exists with another row"):
             client.submit({"n": 2}, input_id="other", rollout_id="mine").result(60)
         with pytest.raises(Conflict, match="another split or sampling"):
             client.submit({"n": 1}, input_id="q", rollout_id="mine", split=Split.VAL).result(60)

@@ -420,13 +420,13 @@ class RolloutClient:
             self._loop.result().call_soon_threadsafe(call)
 
 
-def _check_same(running: Rollout, rollout: Rollout) -> None:
-    if digest(running.task) != digest(rollout.task):
-        message = f"rollout {rollout.id} is running with another row, of input {running.task.id!r}"
+def _check_same(earlier: Rollout, rollout: Rollout) -> None:
+    if digest(earlier.task) != digest(rollout.task):
+        message = f"rollout {rollout.id} exists with another row, of input {earlier.task.id!r}"
         raise Conflict(f"{message}; give this one another rollout_id")
-    if (running.split, running.sampling) != (rollout.split, rollout.sampling):
-        other = f"{running.split}, {running.sampling}"
-        message = f"rollout {rollout.id} is running with another split or sampling ({other})"
+    if (earlier.split, earlier.sampling) != (rollout.split, rollout.sampling):
+        other = f"{earlier.split}, {earlier.sampling}"
+        message = f"rollout {rollout.id} exists with another split or sampling ({other})"
         raise Conflict(f"{message}; give this one another rollout_id")
 
 
