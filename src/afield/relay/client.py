@@ -81,7 +81,7 @@ class RelayedRequest(Stream):
         return stream
 
     def key(self) -> tuple[str, str, str, tuple[bytes, ...]]:
-        """What a repetition has in common, besides the body."""
+        """Fields besides the body that identify a repeated request."""
         assert self.head is not None
         keys = tuple(value for name, value in self.head.headers if name in KEY_HEADERS)
         return self.head.method, self.head.path, self.head.query, keys
@@ -197,7 +197,6 @@ class RelayClient(Multiplexer):
             self.connected.set()
             self._backoff.reset()
             writing = asyncio.create_task(self.write(socket.send_bytes))
-            writing.add_done_callback(lambda _: None)
             try:
                 async for message in socket:
                     if message.type is WSMsgType.BINARY:
