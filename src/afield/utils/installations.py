@@ -1,7 +1,7 @@
-"""Cached installation environments (venv, npm, git) for clients and test suites.
+"""Cached installations of third-party programs: virtual environments, npm packages, git files.
 
-Each environment is installed once, in a directory named by a hash of its contents; a file in it marks a
-complete installation. Processes that need the same environment wait for each other.
+Each is installed once, in a directory named by a hash of its contents; a file in it marks a complete
+installation. Processes that need the same one wait for each other.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from afield.errors import Unavailable
 
 READY = "afield-ready"
 FETCH_S = 300.0
+INSTALL_S = 900.0
+"""Time limit of one installer, in seconds."""
 PIP = ["-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-input"]
 
 
@@ -68,7 +70,7 @@ def python_environment(
         _run([python, "-m", "venv", str(home)])
         inside = str(home / "bin" / "python")
         limits = ["-c", str(constraints)] if constraints else []
-        _run([inside, *PIP, *limits, *requirements])
+        _run([inside, *PIP, *limits, *requirements], timeout_s=INSTALL_S)
         if without:
             _run([inside, "-m", "pip", "uninstall", "-q", "-y", *without])
 
@@ -82,7 +84,8 @@ def npm_environment(cache: Path, name: str, packages: Sequence[str]) -> Path:
     def install(home: Path) -> None:
         home.mkdir(parents=True)
         (home / "package.json").write_text(json.dumps({"private": True, "name": "clients"}))
-        _run(["npm", "install", "--no-audit", "--no-fund", "--loglevel=error", *packages], cwd=home)
+        npm = ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error", *packages]
+        _run(npm, cwd=home, timeout_s=INSTALL_S)
 
     return _made_once(cache, name, list(packages), install) / "node_modules" / ".bin"
 
@@ -127,8 +130,8 @@ def git_files(cache: Path, name: str, url: str, commit: str, paths: Sequence[str
     return _made_once(cache, name, [url, commit, *paths], install) / "files"
 
 
-def _made_once(cache: Path, name: str, what: Sequence[str], install: Callable[[Path], None]) -> Path:
-    digest = hashlib.sha256("\0".join(what).encode()).hexdigest()[:12]
+def _made_once(cache: Path, name: str, contents: Sequence[str], install: Callable[[Path], None]) -> Path:
+    digest = hashlib.sha256("\0".join(contents).encode()).hexdigest()[:12]
     home = cache / f"{name}-{digest}"
     if (home / READY).exists():
         return home
@@ -138,7 +141,7 @@ def _made_once(cache: Path, name: str, what: Sequence[str], install: Callable[[P
             # Virtual environments cannot be moved, so a file marks completion instead of a rename.
             shutil.rmtree(home, ignore_errors=True)
             install(home)
-            (home / READY).write_text("\n".join(what))
+            (home / READY).write_text("\n".join(contents))
     return home
 
 
@@ -151,7 +154,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _run(command: Sequence[str], cwd: Path | None = None, timeout_s: float | None = None) -> str:
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             cwd=cwd,
             stdin=subprocess.DEVNULL,
@@ -164,7 +167,7 @@ def _run(command: Sequence[str], cwd: Path | None = None, timeout_s: float | Non
         raise Unavailable(f"{command[0]} is not installed here") from error
     except subprocess.TimeoutExpired as error:
         raise Unavailable(f"{' '.join(command[:6])} ... took more than {timeout_s:g} s") from error
-    if done.returncode:
-        lines = (done.stderr or done.stdout).strip().splitlines()[-8:]
+    if process.returncode:
+        lines = (process.stderr or process.stdout).strip().splitlines()[-8:]
         raise Unavailable(f"{' '.join(command[:6])} ... failed:\n" + "\n".join(lines))
-    return done.stdout
+    return process.stdout

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from afield.errors import UsageError
-from afield.rounding import (
+from afield.models.rounding import (
     FILE,
     PublishedUpdate,
     Rounding,

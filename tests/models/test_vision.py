@@ -25,8 +25,10 @@ from afield.errors import UsageError
 from afield.integrations.trl import rows as trl_rows
 from afield.interfaces import SessionRecord
 from afield.interfaces.engine import GenerateRequest
+from afield.models.vision import Vision
 from afield.orchestrator.rollout import rollout_result
 from afield.orchestrator.state import RolloutStore
+from afield.runs.training_record import decode
 from afield.settings.trainer import LoraOptions
 from afield.trainers.diagnostics import BatchDiagnostics
 from afield.trainers.frozen import Frozen
@@ -50,7 +52,6 @@ from afield.types import (
     TurnStatus,
     VersionSpan,
 )
-from afield.vision import Vision
 from support.gateways import Running, running
 from support.tiny_model import build_tiny_model
 from support.tiny_vision_model import FAMILIES, build_tiny_vision_model, png
@@ -229,6 +230,13 @@ async def test_a_conversation_with_images_is_recorded_and_rescored_exactly(
     rollout_store.put(finished(record))
     trainer = GRPO(model, lr=1e-3)
     assert apart(trainer, [group(rollout_store.get("r"))]) < 1e-4
+    other = finished(record, "s", 0.0)
+    report = GRPO(model, lr=1e-3, record_training=True).step([group(rollout_store.get("r"), other)])
+    recorded = decode(report.records["r"])
+    sampled = {turn.id: turn.logprobs for turn in record.turns}
+    for turn in recorded.turns:
+        values = recorded.columns["logprob"][turn.start : turn.start + turn.tokens]
+        assert list(values) == pytest.approx(sampled[turn.id], abs=1e-4)
     # Other pixels are another distribution: the comparison above can fail.
     swapped = {image(RED).digest: BLUE, image(BLUE).digest: RED}
     images = tuple(structs.replace(one, data=swapped.get(one.digest, one.data)) for one in record.images)

@@ -52,9 +52,9 @@ def _words(start: int, end: int) -> Iterator[tuple[int, bytes]]:
     """Yield the address and text of each NUL-terminated string."""
     with Path("/proc/self/mem").open("rb", buffering=0) as memory:
         memory.seek(start)
-        shown = memory.read(end - start)
+        content = memory.read(end - start)
     at = start
-    for word in shown.split(b"\0"):
+    for word in content.split(b"\0"):
         yield at, word
         at += len(word) + 1
 

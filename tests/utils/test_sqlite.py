@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from afield.errors import DamagedFile, Unavailable, UsageError
-from afield.sqlite import Database, DatabaseBusy, connect, retry_while_busy, transaction
+from afield.utils.sqlite import Database, DatabaseBusy, connect, retry_while_busy, transaction
 from support.virtual_time import run
 
 SCHEMA = "CREATE TABLE IF NOT EXISTS numbers (n INTEGER PRIMARY KEY);"

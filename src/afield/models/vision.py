@@ -113,12 +113,12 @@ class Vision:
     def expand(self, ids: Sequence[int], places: Sequence[int], pictures: Sequence[PixelInputs]) -> list[int]:
         """Replace the placeholder at each of `places` by as many as the image has features."""
         expanded: list[int] = []
-        done = 0
+        position = 0
         for place, picture in zip(places, pictures, strict=True):
-            expanded += ids[done:place]
+            expanded += ids[position:place]
             expanded += [self.image_id] * picture.tokens
-            done = place + 1
-        return [*expanded, *ids[done:]]
+            position = place + 1
+        return [*expanded, *ids[position:]]
 
     def spans(self, places: Sequence[int], pictures: Sequence[PixelInputs]) -> tuple[ImageSpan, ...]:
         """Positions of the images in the result of `expand`."""
@@ -266,5 +266,7 @@ def concat_features(features: Sequence[ImageFeatures]) -> ImageFeatures:
     """Concatenate the features of several images."""
     import torch
 
-    deep = zip(*(one.deep for one in features), strict=True)
-    return ImageFeatures(torch.cat([one.rows for one in features]), tuple(torch.cat(layer) for layer in deep))
+    deep = zip(*(part.deep for part in features), strict=True)
+    return ImageFeatures(
+        torch.cat([part.rows for part in features]), tuple(torch.cat(layer) for layer in deep)
+    )

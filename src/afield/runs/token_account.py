@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Self
 
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
-from afield.exclusions import REASONS, UntrainedReason
+from afield.runs.exclusions import REASONS, UntrainedReason
 from afield.types import FailureKind, RolloutResult
 
 LIMIT = 0.05
@@ -34,7 +34,7 @@ class TokenAccount(Struct, frozen=True, kw_only=True):
     excluded: Mapping[str, int] = field(default_factory=dict)
     """Tokens of excluded turns, by reason."""
     untrained: Mapping[str, int] = field(default_factory=dict)
-    """Tokens of rollouts that train nothing, by reason; excluded tokens are not counted again."""
+    """Tokens of rollouts that contribute no gradient, by reason; excluded tokens are not counted again."""
 
     def __add__(self, other: Self) -> TokenAccount:
         return TokenAccount(
@@ -61,6 +61,12 @@ class TokenAccount(Struct, frozen=True, kw_only=True):
         """Return this account with all trained tokens moved to `untrained` under `reason`."""
         untrained = Counter(self.untrained) + Counter({str(reason): self.trained})
         return TokenAccount(excluded=self.excluded, untrained=untrained)
+
+    def rewarded(self, tokens: int) -> TokenAccount:
+        """Return this account with `tokens` moved from those whose reward is pending to `trained`."""
+        untrained = Counter(self.untrained)
+        untrained.subtract({str(UntrainedReason.REWARD_PENDING): tokens})
+        return structs.replace(self, trained=self.trained + tokens, untrained=+untrained)
 
     def metrics(self) -> dict[str, float]:
         """Metrics by name: shares, and token counts by reason."""
@@ -110,11 +116,11 @@ def count_tokens(finished: Iterable[RolloutResult]) -> TokenAccount:
     trained = 0
     excluded: Counter[str] = Counter()
     untrained: Counter[str] = Counter()
-    for one in finished:
-        for exclusion in one.excluded:
+    for result in finished:
+        for exclusion in result.excluded:
             excluded[exclusion.reason] += exclusion.tokens
-        owned = sum(row.owned for row in one.trajectories)
-        if reason := failure_reason(one):
+        owned = sum(row.owned for row in result.trajectories)
+        if reason := failure_reason(result):
             untrained[reason] += owned
         else:
             trained += owned
@@ -123,6 +129,8 @@ def count_tokens(finished: Iterable[RolloutResult]) -> TokenAccount:
 
 def failure_reason(finished: RolloutResult) -> UntrainedReason | None:
     """Return why a rollout has no reward; None if it has one. A policy failure has the floor reward."""
+    if finished.outcome.reward_pending:
+        return UntrainedReason.REWARD_PENDING
     failure = finished.outcome.failure
     if finished.outcome.reward_or_floor(0.0) is not None or failure is None:
         return None

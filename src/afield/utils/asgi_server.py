@@ -1,4 +1,4 @@
-"""ASGI server: uvicorn that starts in a running event loop and never polls.
+"""ASGI server: uvicorn in a running event loop, without polling.
 
 1. Idle servers do not wake up; uvicorn's ten wake-ups per second cost a full CPU for hundreds of servers.
 2. A stopped server ends with its last response; uvicorn sleeps at least 0.1 s more.

@@ -50,11 +50,11 @@ def read_slices(directory: Path) -> list[LogSlice]:
         lines = (directory / SHARED).read_bytes().splitlines()
     except OSError:
         return []
-    found: list[LogSlice] = []
+    slices: list[LogSlice] = []
     for line in lines:
         with contextlib.suppress(msgspec.MsgspecError):  # incomplete last line of a killed process
-            found.append(msgspec.json.decode(line, type=LogSlice))
-    return found
+            slices.append(msgspec.json.decode(line, type=LogSlice))
+    return slices
 
 
 def slice_text(directory: Path, part: LogSlice) -> str:

@@ -6,8 +6,8 @@ A sampled turn is excluded only for a reason that is registered here, on one of 
 2. session: a session setting, or the request header `x-afield-side-call: 1`;
 3. record: a recorded fact, such as a call that was cut off.
 
-A turn with a trained descendant is never a side call. Rollouts that train nothing as a whole are counted by
-`UntrainedReason` instead.
+A turn with a trained descendant is never a side call. `UntrainedReason` counts whole rollouts that
+contribute no gradient.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class ExclusionReason(StrEnum):
     """The client repeated the request and continued from another reply."""
     TOO_LONG = "too_long"
     """The sequence is longer than the trainer's context."""
+    TRUNCATED = "truncated"
+    """`max_tokens` or the context cut off the reply, and `learn.mask_truncated` leaves it out."""
     CONSTRAINED = "constrained"
     """The reply was sampled with a grammar, and the trainer does not train such turns."""
     SIDE_DECLARED = "side:declared"
@@ -75,6 +77,8 @@ class UntrainedReason(StrEnum):
     """The verifier failed, so there is no reward."""
     INFRASTRUCTURE_FAILURE = "infrastructure_failure"
     """Infrastructure failed, so there is no reward."""
+    REWARD_PENDING = "reward_pending"
+    """Its reward is still to be given by the caller."""
     NO_ADVANTAGE = "no_advantage"
     """Its reward equals the baseline, or there is no baseline."""
     DROPPED_GROUP = "dropped_group"
@@ -144,8 +148,8 @@ def version_of(text: str) -> Version:
 
 
 def _version(text: str) -> Version | None:
-    found = re.match(r"\d+(\.\d+)*(?![\w.+-])", text)
-    return tuple(map(int, found[0].split("."))) if found else None
+    match = re.match(r"\d+(\.\d+)*(?![\w.+-])", text)
+    return tuple(map(int, match[0].split("."))) if match else None
 
 
 FINGERPRINTS: tuple[Fingerprint, ...] = (
@@ -185,6 +189,7 @@ _RECORD = {
     ExclusionReason.TOO_LONG: "lower max_context to what the trainer takes",
 }
 _SESSION = {
+    ExclusionReason.TRUNCATED: 'raise max_tokens; learn.mask_truncated = "off" trains them',
     ExclusionReason.CONSTRAINED: (
         'constrained_turns = "train" trains them with the embedded trainer; "ignore" samples them without the'
         " constraint, for veRL and TRL too"
@@ -208,5 +213,5 @@ REASONS: dict[str, RegisteredReason] = {
 def check_reason(name: str) -> str:
     """Return `name` if it is registered; raises ValueError otherwise."""
     if name not in REASONS:
-        raise ValueError(f"{name!r} is no reason to exclude a turn; registered are: {', '.join(REASONS)}")
+        raise ValueError(f"{name!r} is not a reason to exclude a turn; known reasons: {', '.join(REASONS)}")
     return name

@@ -12,16 +12,24 @@ from msgspec import structs
 
 from afield import RolloutClient, connect, factory, trajectories
 from afield.chat import Tool
+from afield.cli.flags import flag_layer
 from afield.cli.main import parser
-from afield.cli.train import settings_given
 from afield.errors import UsageError
-from afield.exclusions import FINGERPRINTS, REASONS, Fingerprint, Ground, check_reason, digest, version_of
 from afield.gateway import side_calls
 from afield.gateway.model_request import ModelRequest
 from afield.integrations.verl import settings as verl_settings
 from afield.orchestrator.state import RunDirectory
+from afield.runs.exclusions import (
+    FINGERPRINTS,
+    REASONS,
+    Fingerprint,
+    Ground,
+    check_reason,
+    digest,
+    version_of,
+)
 from afield.settings.sessions import SessionPolicies, policies_of
-from afield.settings.train import train_config
+from afield.settings.train import TrainConfig, train_config
 from afield.turn_tree import TurnTree
 from afield.types import FinishReason, Message, Sampling, Turn, TurnStatus, VersionSpan
 from support.client_gateway import threaded_gateway, yes_agent
@@ -272,7 +280,7 @@ def test_every_reason_has_a_ground_and_a_remedy() -> None:
 
 
 def test_a_reason_that_is_not_registered_excludes_nothing() -> None:
-    with pytest.raises(ValueError, match="'a hunch' is no reason to exclude a turn"):
+    with pytest.raises(ValueError, match="'a hunch' is not a reason to exclude a turn"):
         check_reason("a hunch")
 
 
@@ -324,12 +332,11 @@ def test_the_command_line_and_a_file_set_policies(tmp_path: Path) -> None:
     words += ["--abandoned-answers", "train", "--unsupported", "ignore", "--constrained-turns", "exclude"]
     words += ["--client-sampling", "temperature, seed"]
     args = parser().parse_args(["train", "a.py:a", "--model", "m", "--tasks", "t.jsonl", *words])
-    assert as_given(
-        train_config(None, {k: v for k, v in settings_given(args).items() if k in POLICIES}, model="m")
-    )
+    flags = flag_layer(args, TrainConfig).values
+    assert as_given(train_config(None, {k: v for k, v in flags.items() if k in POLICIES}, model="m"))
     (tmp_path / "run.toml").write_text('[train]\nmodel = "m"\n' + toml(POLICIES))
     assert as_given(train_config(tmp_path / "run.toml", {})) == POLICIES
-    assert as_given(train_config(None, {"model": "m", **settings_given(args)})) == POLICIES
+    assert as_given(train_config(None, {"model": "m", **flags})) == POLICIES
 
 
 def toml(values: dict[str, Any]) -> str:
@@ -350,7 +357,7 @@ def test_every_session_of_a_plan_is_opened_with_its_policies(tmp_path: Path) -> 
             assert as_given(there.spec("exp-a-r0.1")) == POLICIES
 
 
-def test_veRL_takes_policies() -> None:
+def test_verl_settings_accept_every_session_policy() -> None:
     settings = verl_settings.read_settings(POLICIES)
     assert as_given(settings) == POLICIES
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 from tests.cli.test_live_chart import LINE
-from tests.test_exclusions import DECLARED, chat, user
+from tests.runs.test_exclusions import DECLARED, chat, user
 
 from afield.cli import show
 from afield.cli.live_chart import Screen, describe
@@ -19,8 +19,9 @@ from afield.integrations.trl.worker import token_account as trl_account
 from afield.integrations.verl import rows
 from afield.integrations.verl.manager import GenerateCall, StepCounts
 from afield.orchestrator.state import RunDirectory
+from afield.runs.index import Place, row_of
+from afield.runs.token_account import ExclusionWatch, TokenAccount, count_tokens
 from afield.settings.train import train_config
-from afield.token_account import ExclusionWatch, TokenAccount, count_tokens
 from afield.trajectories import linear
 from afield.types import Exclusion, RolloutResult, Split
 from support.client_gateway import threaded_gateway
@@ -138,7 +139,7 @@ def test_lines_of_a_run_add_up_to_its_account() -> None:
 
 
 def test_show_prints_excluded_tokens_of_every_rollout() -> None:
-    line = show.brief(1, rolled("0", 1.0, Exclusion("x", 7, "aborted")))
+    line = show.brief(row_of(rolled("0", 1.0, Exclusion("x", 7, "aborted")), Place("f", 0, 0), 1))
     assert line["excluded_tokens"] == {"aborted": 7}
     assert line["sampled_tokens"] == line["trained_tokens"] + 7
 

@@ -25,8 +25,8 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 def state_directory() -> Path:
     """Directory of per-user state: `$XDG_STATE_HOME/afield`, by default `~/.local/state/afield`."""
-    given = os.environ.get("XDG_STATE_HOME")  # noqa: TID251 - of all programs, not a setting of ours
-    return (Path(given) if given else Path.home() / ".local" / "state") / "afield"
+    state_home = os.environ.get("XDG_STATE_HOME")  # noqa: TID251 - of all programs, not a setting of ours
+    return (Path(state_home) if state_home else Path.home() / ".local" / "state") / "afield"
 
 
 def private_directory(path: Path, contents: Collection[str] = ()) -> Path:
@@ -70,9 +70,9 @@ def private_database(path: Path) -> Path:
     """Make a SQLite file private, with its -wal and -shm files; SQLite creates those with the same mode."""
     private_file(path)
     for suffix in ("-wal", "-shm"):
-        beside = path.with_name(path.name + suffix)
-        if beside.exists():
-            private_file(beside)
+        sidecar = path.with_name(path.name + suffix)
+        if sidecar.exists():
+            private_file(sidecar)
     return path
 
 
@@ -98,12 +98,16 @@ def write_once(path: Path, data: bytes) -> bytes:
 
 
 def read_private(path: Path) -> bytes:
-    """Read a file; raises UsageError if another user owns it or can read it."""
+    """Read a file; raises UsageError if another user owns it or can read it.
+
+    A file of root's may be readable by its group, as Kubernetes mounts secrets for users other than root.
+    """
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         if status.st_uid not in (os.geteuid(), 0):
             _refuse_owner(path, status.st_uid)
-        if stat.S_IMODE(status.st_mode) & OTHERS:
+        allowed = stat.S_IRGRP if status.st_uid == 0 != os.geteuid() else 0
+        if stat.S_IMODE(status.st_mode) & OTHERS & ~allowed:
             raise UsageError(
                 f"{path} holds a secret and can be read by other users"
                 f" (mode {stat.S_IMODE(status.st_mode):04o}): chmod 600 {path}"

@@ -9,16 +9,16 @@ from typing import Any
 import aiohttp
 import pytest
 
-from afield.asgi_server import AsgiServer, server_config, serving
 from afield.sdk.listen import listen
+from afield.utils.asgi_server import AsgiServer, server_config, serving
 
 pytestmark = pytest.mark.anyio
 
 SCRIPT = """
 import sys
-from afield.asgi_server import AsgiServer, server_config
+from afield.utils.asgi_server import AsgiServer, server_config
 from afield.sdk.listen import listen
-from tests.test_asgi_server import App
+from tests.utils.test_asgi_server import App
 
 listener = listen("127.0.0.1", 0)
 started = lambda: print(listener.getsockname()[1], flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import stat
 from collections.abc import Iterator
@@ -16,9 +17,9 @@ from afield.gateway.session_keys import SecretPlace, signing_secret
 from afield.gateway.store import GatewayStore
 from afield.interfaces import SessionSpec
 from afield.orchestrator.state import RunDirectory, RunState
-from afield.private_files import private_directory, private_file
+from afield.utils.private_files import private_directory, private_file, read_private
 from support.gateways import running
-from support.other_user import needs_other_user, open_folder, readable_files
+from support.other_user import GID, UID, needs_other_user, open_folder, readable_files
 
 pytestmark = pytest.mark.anyio
 
@@ -116,3 +117,27 @@ async def test_a_secret_inside_the_store_or_open_to_others_is_refused(tmp_path: 
     shown.chmod(0o644)
     with pytest.raises(UsageError, match="chmod 600"):
         signing_secret(SecretPlace(file=shown), "a" * 32, tmp_path / "store", sessions=False)
+
+
+@needs_other_user
+@pytest.mark.parametrize(("bits", "accepted"), [(0o440, True), (0o640, True), (0o460, False), (0o444, False)])
+def test_a_secret_of_root_may_be_readable_by_a_group(shared_place: Path, bits: int, accepted: bool) -> None:
+    """Kubernetes mounts secrets like this for users other than root."""
+    secret = shared_place / "secret"
+    secret.write_bytes(bytes(32))
+    os.chown(secret, 0, GID)
+    secret.chmod(bits)
+    os.setegid(GID)
+    os.seteuid(UID)
+    try:
+        if accepted:
+            assert read_private(secret) == bytes(32)
+        else:
+            with pytest.raises(UsageError, match="chmod 600"):
+                read_private(secret)
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+    if accepted:
+        with pytest.raises(UsageError, match="chmod 600"):  # root itself needs no group
+            read_private(secret)

@@ -19,12 +19,16 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 from afield.errors import AfieldError, DamagedFile, Unavailable, UsageError
-from afield.private_files import private_database, private_directory
+from afield.utils.private_files import private_database, private_directory
 
 T = TypeVar("T")
 Synchronous = Literal["OFF", "NORMAL", "FULL"]
 """Durability of commits in WAL mode: FULL survives a power cut; NORMAL and OFF may lose the last commits in
 one, and OFF may also damage the file.
+"""
+Journal = Literal["WAL", "TRUNCATE"]
+"""Journal of a file: WAL, which needs memory that its processes share, or TRUNCATE for files that several
+machines use one after the other.
 """
 
 
@@ -33,14 +37,19 @@ class DatabaseBusy(Unavailable):
 
 
 def connect(
-    path: Path, schema: str = "", *, busy_timeout_s: float = 30.0, synchronous: Synchronous = "NORMAL"
+    path: Path,
+    schema: str = "",
+    *,
+    busy_timeout_s: float = 30.0,
+    synchronous: Synchronous = "NORMAL",
+    journal: Journal = "WAL",
 ) -> sqlite3.Connection:
     """Open `path` in autocommit mode and create the tables of `schema`; raises sqlite3.Error."""
     with suppress(OSError):  # SQLite's own error says why the file cannot be written
         private_database(path)
     connection = sqlite3.connect(path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False)
     try:
-        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute(f"PRAGMA journal_mode={journal}")
         connection.execute(f"PRAGMA synchronous={synchronous}")
         connection.executescript(schema)
     except sqlite3.Error:

@@ -1,0 +1,1 @@
+"""Model arithmetic that engines and trainers share: masks, precision, rounding, images."""

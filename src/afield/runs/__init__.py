@@ -1,0 +1,1 @@
+"""Records of a run: index, token account, turn facts, training record."""
