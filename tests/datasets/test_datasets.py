@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from afield.datasets import read_tasks
-from afield.datasets.harbor import line_of, read_config, scan, task_directory
+from afield.datasets.harbor import read_config, scan, task_directory
 from afield.errors import UsageError
+from afield.settings.values import line_of
 
 TOML = """\
 schema_version = "1.4"
@@ -71,6 +73,41 @@ def test_parquet_rows_are_kept_with_json_types(tmp_path):
     assert read_tasks(tmp_path) == tasks
 
 
+def test_missing_numbers_of_parquet_are_null_and_infinite_ones_are_refused(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    nan, inf = float("nan"), float("inf")
+    parquet.write_table(pyarrow.table({"x": [1.5, nan], "y": [[nan], []]}), tmp_path / "tasks.parquet")
+    assert [task.input for task in read_tasks(tmp_path)] == [{"x": 1.5, "y": [None]}, {"x": None, "y": []}]
+    parquet.write_table(pyarrow.table({"x": [inf]}), tmp_path / "tasks.parquet")
+    with pytest.raises(UsageError, match="row 0, column 'x': inf has no JSON form"):
+        read_tasks(tmp_path)
+
+
+def test_value_that_python_cannot_hold_is_a_usage_error(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    column = pyarrow.array([2**30], pyarrow.date32())
+    parquet.write_table(pyarrow.table({"day": column}), tmp_path / "tasks.parquet")
+    with pytest.raises(UsageError, match=r"tasks.parquet cannot be read as Parquet: .*1073741824"):
+        read_tasks(tmp_path)
+
+
+def test_several_splits_in_one_directory_are_refused(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    for shard in range(2):
+        file = tmp_path / f"train-{shard:05}-of-00002.parquet"
+        parquet.write_table(pyarrow.table({"x": [shard]}), file)
+    assert [task.input["x"] for task in read_tasks(tmp_path)] == [0, 1]
+    parquet.write_table(pyarrow.table({"x": [2]}), tmp_path / "test-00000-of-00001.parquet")
+    with pytest.raises(UsageError, match="files of several splits: test, train"):
+        read_tasks(tmp_path)
+
+
 def test_hugging_face_directory_is_read_without_the_datasets_package(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import ipc
@@ -113,7 +150,17 @@ def test_digest_changes_with_any_file(tmp_path):
     (task / "tests" / "test.sh").chmod(0o755)
     assert (executable := scan(task)[0].digest) != before
     (task / "tests" / "data.txt").write_text("x")
-    assert scan(task)[0].digest not in (before, executable)
+    assert (added := scan(task)[0].digest) not in (before, executable)
+    (task / "environment").mkdir()
+    assert (empty := scan(task)[0].digest) not in (before, executable, added)
+    (task / "environment").rmdir()
+    (task / "environment").symlink_to("../shared")
+    assert (linked := scan(task)[0].digest) not in (before, executable, added, empty)
+    (tmp_path / "shared").mkdir()
+    assert scan(task)[0].digest == linked
+    (task / "environment").unlink()
+    (task / "environment").symlink_to("../other")
+    assert scan(task)[0].digest != linked
 
 
 BROKEN = {
@@ -143,6 +190,24 @@ BROKEN = {
         "task.toml:2: environment.allowed_hosts needs",
     ),
     "several steps": ('[[steps]]\nname = "one"\n', "task.toml:1: multi-step tasks are not supported"),
+    "endless time": (
+        "[verifier]\ntimeout_sec = inf\n",
+        "task.toml:2: verifier.timeout_sec = inf: Expected `float` <= 1000000000",
+    ),
+    "size without a unit": (
+        "[environment]\ncpus = 1\nmemory = 4096\n",
+        "task.toml:3: environment.memory = 4096: write memory_mb in MiB",
+    ),
+    "size that is none": ('[environment]\nstorage = "much"\n', "task.toml:2: environment.storage = 'much'"),
+    "relative working directory": (
+        '[environment]\nworkdir = "app"\n',
+        "task.toml:2: environment.workdir = 'app': write an absolute path",
+    ),
+    "no variable": (
+        '[verifier.env]\nA = "1"\nB = "2\\u0000"\n',
+        r"task.toml:3: verifier.env: 'B' = '2\\x00' is no environment variable",
+    ),
+    "deep nesting": (f"a = {'[' * 5000}{']' * 5000}\n", "task.toml: its values are nested too deeply"),
     "number in the environment": (
         "[environment.env]\nA = 1\n",
         "task.toml:2: environment.env.A = 1: Expected `str`, got `int`",
@@ -156,6 +221,43 @@ def test_broken_task_file_is_named_with_its_line(tmp_path, case):
     task = harbor_task(tmp_path / "task", text)
     with pytest.raises(UsageError, match=message.replace("(", r"\(").replace("|", r"\|")):
         read_config(task / "task.toml")
+
+
+def test_text_that_is_not_utf8_is_named_with_its_line(tmp_path):
+    task = harbor_task(tmp_path / "task")
+    (task / "task.toml").write_bytes(TOML.encode() + b'[solution.env]\nA = "\xe9"\n')
+    with pytest.raises(UsageError, match=r"task.toml:16: byte 0xe9 is not UTF-8"):
+        scan(task)
+
+
+def test_byte_order_marks_are_no_part_of_a_text(tmp_path):
+    task = harbor_task(tmp_path / "task")
+    for file in ("task.toml", "instruction.md"):
+        (task / file).write_bytes(b"\xef\xbb\xbf" + (task / file).read_bytes())
+    assert scan(task)[0].instruction == "Write 4 to /app/answer.txt\n"
+    file = tmp_path / "tasks.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"id": "a"}\r\n\r\n{"id": "b"}\r\n')
+    assert [row.id for row in read_tasks(file)] == ["a", "b"]
+
+
+def test_two_tasks_with_one_id_are_refused(tmp_path):
+    harbor_task(tmp_path / "a--b")
+    harbor_task(tmp_path / "a" / "b")
+    with pytest.raises(UsageError, match=r"a--b/task.toml: .*a/b has the same task id 'a--b'; rename"):
+        scan(tmp_path)
+
+
+def test_link_to_a_parent_directory_is_not_followed(tmp_path):
+    harbor_task(tmp_path / "a")
+    (tmp_path / "again").symlink_to(tmp_path)
+    assert [task.id for task in scan(tmp_path)] == ["a"]
+
+
+def test_special_and_unreadable_files_of_a_task_are_named(tmp_path):
+    task = harbor_task(tmp_path / "a")
+    os.mkfifo(task / "tests" / "pipe")
+    with pytest.raises(UsageError, match="tests/pipe: is no file, directory or symbolic link"):
+        scan(task)
 
 
 def test_all_broken_tasks_are_listed_at_once(tmp_path):
@@ -185,10 +287,17 @@ def test_task_directory_prefers_the_row_then_the_root_then_the_template(tmp_path
     row["task_path"] = str(tmp_path / "gone")
     assert task_directory(row, root=tmp_path / "root", template=template) == rooted
     assert task_directory(row, root=tmp_path / "elsewhere", template=template) == templated
+    nested = harbor_task(tmp_path / "root" / "s" / "y")
+    assert task_directory({"id": "s--y"}, root=tmp_path / "root") == nested
+    assert task_directory({"id": "y"}, root=nested) == nested
+    assert task_directory({"instance_id": "x", "id": "s--y"}, root=tmp_path / "root") == rooted
+    assert task_directory({"id": "z", "hidden": {"task_path": str(own)}}, root=tmp_path / "root") == own
     with pytest.raises(UsageError, match=r"looked at: .*gone, .*elsewhere/x"):
         task_directory(row, root=tmp_path / "elsewhere")
     with pytest.raises(UsageError, match="needs the column 'nothing'"):
         task_directory(row, template="{nothing}")
+    with pytest.raises(UsageError, match="does not fit the row"):
+        task_directory(row, template="/{id.nothing}")
 
 
 def test_line_of_a_key_is_found_in_tables_and_dotted_keys():

@@ -1,4 +1,4 @@
-"""Datasets: tasks from JSONL, Parquet, Hugging Face and Harbor files, behind one reader."""
+"""Datasets: tasks from JSONL, Parquet, Hugging Face and Harbor files."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,7 @@ def read_jsonl(path: Path) -> list[Task]:
     """Read a JSONL file of objects; `id` names a task, or else its line number."""
     tasks: dict[str, Task] = {}
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error}") from error
     for number, line in enumerate(lines, 1):

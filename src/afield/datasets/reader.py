@@ -3,7 +3,7 @@
 | path | format |
 | --- | --- |
 | `FILE.jsonl` | one JSON object per line |
-| `FILE.parquet`, or a directory of such files | one row per task |
+| `FILE.parquet`, or a directory of such files of one split | one row per task |
 | a directory that `datasets.save_to_disk` wrote | one row per task; `DIR/SPLIT` for one of several splits |
 | a Harbor task directory, or a directory of them | one task per `task.toml` |
 
@@ -16,6 +16,8 @@ import base64
 import datetime
 import decimal
 import json
+import math
+import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -38,7 +40,7 @@ def read_tasks(path: Path) -> list[Task]:
         if path.suffix == ".parquet":
             return _tasks(path, _parquet([path]))
         return read_jsonl(path)
-    if harbor.is_task(path) or any(harbor.is_task(child) for child in _folders(path)):
+    if is_harbor(path):
         return [task.to_task() for task in harbor.scan(path)]
     if (path / "dataset_dict.json").is_file():
         splits = _json(path / "dataset_dict.json").get("splits", [])
@@ -47,11 +49,27 @@ def read_tasks(path: Path) -> list[Task]:
     if (path / "state.json").is_file():
         return _tasks(path, _arrow(path))
     if files := sorted(path.glob("*.parquet")):
+        _check_one_split(path, files)
         return _tasks(path, _parquet(files))
     raise UsageError(
         f"{path} is not a dataset: it has no task.toml, no Parquet files and no state.json of Hugging Face"
         " datasets; give a JSONL file with one task per line otherwise"
     )
+
+
+def _check_one_split(path: Path, files: list[Path]) -> None:
+    """Refuse a directory with the files of several splits, as those of a hub: one may be for tests only."""
+    names = [re.fullmatch(r"(.+?)(?:-\d{5}-of-\d{5}(?:-[0-9a-f]+)?)", file.stem) for file in files]
+    splits = sorted({name[1] for name in names if name})
+    if len(splits) > 1:
+        raise UsageError(
+            f"{path} has the files of several splits: {', '.join(splits)}; put those of one into a directory"
+        )
+
+
+def is_harbor(path: Path) -> bool:
+    """Whether the path is a Harbor task directory, or a directory of them."""
+    return path.is_dir() and (harbor.is_task(path) or any(map(harbor.is_task, _folders(path))))
 
 
 def _folders(path: Path) -> Iterator[Path]:
@@ -83,7 +101,11 @@ def _tasks(path: Path, rows: Iterable[Row]) -> list[Task]:
 
 
 def _plain(value: Any, place: str) -> Any:
-    """The value as JSON has it: times in ISO format, bytes in base64."""
+    """The value as JSON has it: times in ISO format, bytes in base64, NaN (a missing number) as null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        if math.isnan(value):
+            return None
+        raise UsageError(f"{place}: {value} has no JSON form; convert the column")
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if isinstance(value, Mapping):
@@ -101,20 +123,20 @@ def _plain(value: Any, place: str) -> Any:
 
 def _parquet(files: list[Path]) -> Iterator[Row]:
     with needs_pyarrow():
-        from pyarrow import parquet
+        from pyarrow import ArrowException, parquet
     for file in files:
         try:
             with parquet.ParquetFile(file) as opened:
                 for batch in opened.iter_batches(batch_size=1024):
                     yield from batch.to_pylist()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OverflowError, ArrowException) as error:
             raise UsageError(f"{file} cannot be read as Parquet: {error}") from error
 
 
 def _arrow(path: Path) -> Iterator[Row]:
     """Rows of a directory that `datasets.save_to_disk` wrote."""
     with needs_pyarrow():
-        from pyarrow import ipc
+        from pyarrow import ArrowException, ipc
     files = [path / str(entry.get("filename")) for entry in _json(path / "state.json").get("_data_files", [])]
     if not files:
         raise UsageError(f"{path / 'state.json'} names no data files; save the dataset again")
@@ -123,7 +145,7 @@ def _arrow(path: Path) -> Iterator[Row]:
             with file.open("rb") as opened, ipc.open_stream(opened) as reader:
                 for batch in reader:
                     yield from batch.to_pylist()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OverflowError, ArrowException) as error:
             raise UsageError(f"{file} cannot be read as an Arrow stream: {error}") from error
 
 

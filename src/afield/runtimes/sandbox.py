@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -31,13 +32,13 @@ from afield.interfaces.runtime import Capabilities, Exit, Limit, SessionStatus
 from afield.local_sandbox import cgroups
 from afield.local_sandbox.fork_server import ForkServer, new_socket_directory
 from afield.local_sandbox.local_sandbox import address
-from afield.local_sandbox.messages import ProcessExit, Program
+from afield.local_sandbox.messages import Layer, ProcessExit, Program
 from afield.local_sandbox.process import SandboxProcess
-from afield.log_tail import tail
 from afield.runtimes import invocations
-from afield.runtimes.base import AttemptTable, failed_exit
+from afield.runtimes.base import BaseRuntime, failed_exit, make_log_dir
 from afield.settings.runtimes import SandboxOptions
-from afield.types import Attempt, Reason
+from afield.types import Attempt, Reason, Task
+from afield.utils.log_tail import tail
 from afield.wire import Invocation
 
 # Time to notice that a sandbox died after its connection broke, in seconds.
@@ -48,12 +49,24 @@ PORTS = {"http": 80, "https": 443}
 T = TypeVar("T")
 
 
-class SandboxRuntime:
+class LayerSource(Protocol):
+    """Builds the environments of tasks as layers, all in one directory."""
+
+    @property
+    def layers(self) -> Path: ...
+
+    async def layer(self, task: Task) -> Layer: ...
+
+    async def close(self) -> None: ...
+
+
+class SandboxRuntime(BaseRuntime):
     """Runs agents in sandboxes of this machine.
 
     `target` is a target of `afield.sdk.serve`: `path/to/file.py:name` or `package.module:name`. Each attempt
     logs to `log_dir/SESSION_ID.log`. The agent sees its file, the modules and packages next to it that it
-    imports, and `options.mounts`; it never sees `log_dir`, the run directory or `hidden`.
+    imports, and `options.mounts`; it never sees `log_dir`, the run directory or `hidden`. A task whose row
+    has an `environment` runs in the layer that `environments` builds for it.
     """
 
     def __init__(
@@ -63,19 +76,20 @@ class SandboxRuntime:
         *,
         log_dir: Path,
         hidden: Sequence[str] = (),
+        environments: LayerSource | None = None,
         start_timeout_s: float = 60.0,
     ) -> None:
+        super().__init__()
         self._target = target
         self._hidden = tuple(hidden)
+        self._environments = environments
+        self._layers: dict[str, Layer] = {}
         self._options = options
         self._allow = tuple(address(text) for text in options.allow)
         self._log_dir = log_dir.absolute()
         self._timeout_s = start_timeout_s
-        self._attempts = AttemptTable()
         self._processes: dict[str, SandboxProcess] = {}
-        self._launches: dict[str, asyncio.Task[RolloutFailure | None]] = {}
         self._opening: asyncio.Task[ForkServer | UsageError] | None = None
-        self._group: asyncio.TaskGroup | None = None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -94,28 +108,26 @@ class SandboxRuntime:
         return Capabilities(isolation="sandbox", limits=frozenset(named), exec=True)
 
     async def __aenter__(self) -> Self:
-        try:
-            self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"no logs can be kept in {self._log_dir}: {error}; choose another") from error
+        make_log_dir(self._log_dir)
         self._group = await asyncio.TaskGroup().__aenter__()
-        self._opening = self._task(self._open())
+        self._open = True
+        self._opening = self._task(self._start_server())
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        if self._group is None:
+        if not self._open:
             return
         try:
-            for task in self._launches.values():
+            for task in self._attempts.launches.values():
                 task.cancel()
-            for session_id in self._attempts:
-                message = f"{session_id}: the runtime was closed"
-                self._attempts.record_exit(session_id, failed_exit(message, Reason.CANCELLED))
+            self._attempts.cancel_all()
+            if self._environments is not None:
+                await self._environments.close()
             if self._opening is not None:
                 await self._close(self._opening)
             await self._group.__aexit__(None, None, None)
         finally:
-            self._group = self._opening = None
+            self._open, self._opening = False, None
 
     # --- runtime interface -----------------------------------------------------------------------
 
@@ -125,23 +137,22 @@ class SandboxRuntime:
         if isinstance(server, UsageError):
             raise UsageError(str(server))
 
-    async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
-        if self._group is None:
-            raise RuntimeError("call launch inside 'async with runtime'")
-        await self._attempts.launch_once(
-            attempt.session_id, self._launches, lambda: self._task(self._launch(attempt, payload))
-        )
+    async def prepare(self, task: Task) -> None:
+        """Build the layer of a task whose row has an `environment`."""
+        if (name := _environment(task.input)) is None:
+            return
+        if self._environments is None:
+            message = f"there is no directory for the environment of task {task.id!r}; set XDG_CACHE_HOME"
+            raise TaskFailure(f"{message} to one that can be written", Reason.LAUNCH)
+        self._layers[name] = await self._environments.layer(task)
 
     async def adopt(self, attempt: Attempt) -> bool | None:
         """True only for attempts launched by this process: sandboxes end with it."""
         return self._attempts.is_running(attempt.session_id)
 
-    async def wait(self, attempt: Attempt) -> Exit:
-        return await self._attempts.wait(attempt.session_id)
-
     async def stop(self, attempt: Attempt) -> None:
         session_id = attempt.session_id
-        self._attempts.record_exit(session_id, failed_exit(f"{session_id} was stopped", Reason.CANCELLED))
+        self._attempts.record_stop(session_id)
         if process := self._processes.get(session_id):
             process.kill()
             with contextlib.suppress(TimeoutError):
@@ -159,7 +170,7 @@ class SandboxRuntime:
 
     # --- fork server -----------------------------------------------------------------------------
 
-    async def _open(self) -> ForkServer | UsageError:
+    async def _start_server(self) -> ForkServer | UsageError:
         """Start the fork server. Returns errors instead of raising them: a later launch retries."""
         options = self._options
         try:
@@ -169,6 +180,7 @@ class SandboxRuntime:
                 env=options.env,
                 mounts=options.mounts,
                 hidden=(*hidden, *self._hidden),
+                layers=str(self._environments.layers) if self._environments else "",
                 once=True,
             )
             server = ForkServer(
@@ -189,14 +201,14 @@ class SandboxRuntime:
         if self._opening.done():
             server = self._opening.result()
             if isinstance(server, UsageError):
-                self._opening = self._task(self._open())
+                self._opening = self._task(self._start_server())
             elif not server.alive:
                 self._opening = self._task(self._reopen(server))
         return self._opening
 
     async def _reopen(self, server: ForkServer) -> ForkServer | UsageError:
         await server.__aexit__()
-        return await self._open()
+        return await self._start_server()
 
     async def _close(self, opening: asyncio.Task[ForkServer | UsageError]) -> None:
         if not opening.done():
@@ -207,18 +219,17 @@ class SandboxRuntime:
 
     # --- launching -------------------------------------------------------------------------------
 
-    async def _launch(self, attempt: Attempt, payload: dict[str, Any]) -> RolloutFailure | None:
+    async def _launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
         session_id = attempt.session_id
         try:
             reachable = self._allowed_addresses(_invocation(attempt, payload))
-            process = await self._start(session_id, reachable)
+            process = await self._start(session_id, reachable, self._layer(payload))
             await self._post(process, attempt, payload)
         except RolloutFailure as failure:
-            self._attempts.record_exit(session_id, Exit(failure.failure))
+            self._attempts.record_failed_launch(session_id, failure)
             if process := self._processes.get(session_id):
                 process.kill()
-            return failure
-        return None
+            raise
 
     def _allowed_addresses(self, invocation: Invocation) -> list[tuple[str, int]]:
         urls = [invocation.base_url]
@@ -237,23 +248,28 @@ class SandboxRuntime:
             )
         return [*map(_address_of, urls), *self._allow]
 
-    async def _start(self, session_id: str, reachable: list[tuple[str, int]]) -> SandboxProcess:
+    def _layer(self, payload: dict[str, Any]) -> Layer | None:
+        if (name := _environment(payload)) is None:
+            return None
+        if name not in self._layers:
+            raise TaskFailure(f"the environment {name} of the task was not built", Reason.LAUNCH)
+        return self._layers[name]
+
+    async def _start(
+        self, session_id: str, reachable: list[tuple[str, int]], layer: Layer | None
+    ) -> SandboxProcess:
         server = await asyncio.shield(self._current())
         if isinstance(server, UsageError):
             raise InfrastructureFailure(str(server), Reason.LAUNCH)
-        self._check_not_stopped(session_id)
+        self._attempts.check_not_stopped(session_id)
         try:
-            process = await server.start(session_id, allow=reachable)
+            process = await server.start(session_id, allow=reachable, layer=layer)
         except UsageError as error:
             raise TaskFailure(str(error), Reason.LAUNCH) from error
         self._processes[session_id] = process
         self._task(self._watch(session_id, process))
-        self._check_not_stopped(session_id)
+        self._attempts.check_not_stopped(session_id)
         return process
-
-    def _check_not_stopped(self, session_id: str) -> None:
-        if not self._attempts.is_running(session_id):
-            raise InfrastructureFailure(f"{session_id} was stopped before it started", Reason.CANCELLED)
 
     async def _post(self, process: SandboxProcess, attempt: Attempt, payload: dict[str, Any]) -> None:
         try:
@@ -281,7 +297,7 @@ class SandboxRuntime:
             message = f"the sandbox of {session_id} (pid {process.pid}) died: {_describe(ended)}"
             end = failed_exit(message, Reason.DIED, ended.log)
         # A failing launch records a more specific failure than this exit.
-        if task := self._launches.get(session_id):
+        if task := self._attempts.launches.get(session_id):
             await asyncio.wait([task])
         self._attempts.record_exit(session_id, end)
         self._processes.pop(session_id, None)
@@ -294,8 +310,6 @@ class SandboxRuntime:
         return self._attempts.status(session_id, pid=pid, starting=process is None)
 
     def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        if self._group is None:
-            raise RuntimeError("a runtime is used inside 'async with'")
         return self._group.create_task(work)
 
 
@@ -316,12 +330,19 @@ def resolve_target(target: str, log_dir: Path) -> tuple[str, tuple[str, ...]]:
     return f"{file}:{name}", tuple(map(str, hidden))
 
 
+def _environment(row: Mapping[str, Any]) -> str | None:
+    """Name of the environment of a task row; None if the row has none."""
+    environment = row.get("environment")
+    is_one = isinstance(environment, dict) and {"workdir", "digest"} <= environment.keys()
+    return json.dumps(environment, sort_keys=True) if is_one else None
+
+
 def _invocation(attempt: Attempt, payload: dict[str, Any]) -> Invocation:
     try:
         return wire.read_payload(payload)
     except WireError as error:
         raise TaskFailure(
-            f"the payload of {attempt.session_id} is no rollout: {error}", Reason.LAUNCH
+            f"the payload of {attempt.session_id} is not a rollout: {error}", Reason.LAUNCH
         ) from error
 
 

@@ -1,0 +1,1 @@
+"""Harbor tasks: environments without Docker, verifier, oracle."""

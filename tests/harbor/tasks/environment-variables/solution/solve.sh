@@ -1,0 +1,2 @@
+#!/bin/bash
+[ "$WORD" = hello ] && echo "$GREETING $(level)" > greeting.txt

@@ -1,0 +1,2 @@
+#!/bin/bash
+sort -u -o words.txt words.txt
