@@ -537,8 +537,10 @@ def test_refused_stops_slow_down_stops_alone_where_they_have_their_own_rate(
 # --- several processes ---------------------------------------------------------------------------
 
 
-def sharing(path: Path, rate: float, starting: int, seconds: float, hold_s: float) -> subprocess.Popen[str]:
-    arguments = map(str, (SHARING, path, rate, starting, seconds, hold_s, LEASE_S))
+def sharing(
+    place: Path | str, rate: float, starting: int, seconds: float, hold_s: float
+) -> subprocess.Popen[str]:
+    arguments = map(str, (SHARING, place, rate, starting, seconds, hold_s, LEASE_S))
     return subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True)
 
 

@@ -6,11 +6,21 @@
 3. Isolated refusals skip one call and lower the rate by half a percent. More refusals halve it, at most once
    per second; it recovers within about 30 s. A requested pause (`retry_after_s`) is kept.
 4. Without a configured rate, the first refusals determine one.
-5. `SharedLimiter` is one limit for all processes of a machine that share a SQLite file.
+5. `SharedLimiter` is one limit for all processes of a machine that share a SQLite file, `RedisLimiter` for
+   processes of several machines.
 """
 
 from afield.ratelimit.controller import RateLimits
 from afield.ratelimit.local import Limiter, LocalLimiter, Unlimited
-from afield.ratelimit.shared import SharedLimiter
+from afield.ratelimit.redis import RedisLimiter
+from afield.ratelimit.shared import LeasedLimiter, SharedLimiter
 
-__all__ = ["Limiter", "LocalLimiter", "RateLimits", "SharedLimiter", "Unlimited"]
+__all__ = [
+    "LeasedLimiter",
+    "Limiter",
+    "LocalLimiter",
+    "RateLimits",
+    "RedisLimiter",
+    "SharedLimiter",
+    "Unlimited",
+]

@@ -63,7 +63,7 @@ class RateLimits(Struct, frozen=True, kw_only=True):
         for name in ("rate_per_s", "stop_per_s"):
             rate = getattr(self, name)
             if rate is not None and not (math.isfinite(rate) and rate > 0):
-                raise ValueError(f"{name} {rate} must be above 0, or None: learned, or shared")
+                raise ValueError(f"{name} {rate} must be above 0, or None to learn or share a rate")
         if not (math.isfinite(self.cold_start_s) and self.cold_start_s >= 0):
             raise ValueError(
                 f"cold_start_s {self.cold_start_s} must be 0 (not known) or a positive number of seconds"
@@ -117,8 +117,8 @@ class RateController(Struct):
     chance_at: float = -math.inf
     """Time of the last of them."""
     second: float = -math.inf
-    """Start of the second that `made` counts, for learning a rate."""
-    made: int = 0
+    """Start of the second that `calls` counts, for learning a rate."""
+    calls: int = 0
     """Number of calls in that second."""
     before: int = 0
     """Number of calls in the second before."""
@@ -211,7 +211,7 @@ class RateController(Struct):
     def _learn(self, now: float) -> None:
         if self.taught_at is None or 0 <= now - self.taught_at < CUT_EVERY_S - TICK_S:
             return
-        sent = self.made + self.before * max(0.0, 1 - (self.taught_at - self.second))
+        sent = self.calls + self.before * max(0.0, 1 - (self.taught_at - self.second))
         learned = max(1.0, sent - self.refused)
         self._grow(now, learned, learned, PROBE * learned)
         self.taught_at = None
@@ -223,9 +223,9 @@ class RateController(Struct):
         if self.taught_at is not None and calls:
             return
         if not 0 <= now - self.second < 1:
-            self.before = self.made if now - self.second < 2 else 0
-            self.second, self.made = math.floor(now), 0
-        self.made += calls
+            self.before = self.calls if now - self.second < 2 else 0
+            self.second, self.calls = math.floor(now), 0
+        self.calls += calls
 
 
 def _early(rate: float) -> float:

@@ -24,7 +24,6 @@ import msgspec
 from msgspec import Raw, Struct
 
 from afield.interfaces.runtime import Phase
-from afield.log_tail import tail
 from afield.runtimes.ray.messages import (
     FRAME,
     LOG_BYTES,
@@ -36,6 +35,7 @@ from afield.runtimes.ray.messages import (
     StartSession,
     StopSession,
 )
+from afield.utils.log_tail import tail
 
 TAIL_BYTES = 4_000
 MAX_REMEMBERED = 1_000
@@ -109,8 +109,8 @@ class ForkServerActor:
     async def launch(self, session_id: str, payload: bytes) -> SessionAccepted | SessionExited:
         """Launch a session; waits until the agent has accepted or refused the payload, or died."""
         await self.ready()
-        if known := self._ended.get(session_id):
-            return known
+        if ended := self._ended.get(session_id):
+            return ended
         session = self._sessions.get(session_id)
         if session is None:
             if self._gone or self._writer is None:

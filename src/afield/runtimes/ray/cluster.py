@@ -63,8 +63,8 @@ class ResourceRequest(Struct, frozen=True, kw_only=True):
 
     @property
     def actor_options(self) -> dict[str, Any]:
-        asked = {"num_cpus": self.cpus, "num_gpus": self.gpus, "resources": dict(self.resources)}
-        return asked if self.memory is None else {**asked, "memory": self.memory}
+        request = {"num_cpus": self.cpus, "num_gpus": self.gpus, "resources": dict(self.resources)}
+        return request if self.memory is None else {**request, "memory": self.memory}
 
 
 def resource_request(options: RayOptions, nodes: list[Mapping[str, float]]) -> ResourceRequest:
@@ -82,10 +82,10 @@ def resource_request(options: RayOptions, nodes: list[Mapping[str, float]]) -> R
         need = ResourceRequest.of(options, fewer)
         if any(need.fits(has) for has in nodes):
             return need
-    one = ResourceRequest.of(options, 1)
-    asked = ", ".join(f"{k} {v:g}" for k, v in _amounts(one).items())
-    have = "; ".join(", ".join(f"{k} {has.get(k, 0):g}" for k in _amounts(one)) for has in nodes)
-    raise UsageError(f"no node of the Ray cluster has what a session asks for ({asked}); they have: {have}")
+    need = ResourceRequest.of(options, 1)
+    amounts = ", ".join(f"{k} {v:g}" for k, v in _amounts(need).items())
+    have = "; ".join(", ".join(f"{k} {has.get(k, 0):g}" for k in _amounts(need)) for has in nodes)
+    raise UsageError(f"no node of the Ray cluster has what a session asks for ({amounts}); they have: {have}")
 
 
 def _amounts(need: ResourceRequest) -> dict[str, float]:
@@ -98,7 +98,7 @@ def _check_amounts(options: RayOptions) -> None:
         if not 0 <= much < math.inf:
             raise UsageError(f"ray: {name} = {much} must be a number from 0 on")
         if much > 1 and much != int(much):
-            raise UsageError(f"ray: {name} = {much} must be a whole number; Ray divides only the first one")
+            raise UsageError(f"ray: {name} = {much} must be a whole number; Ray has fractions below 1 only")
     if options.memory_mb is not None and options.memory_mb < 1:
         raise UsageError(f"ray: memory_mb = {options.memory_mb} must be at least 1")
 

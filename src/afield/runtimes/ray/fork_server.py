@@ -32,7 +32,6 @@ import msgspec
 
 from afield.errors import Unavailable, UsageError, WireError, boundary
 from afield.local_sandbox.imports import prewarm
-from afield.process_tree import adopt_orphans, children, die_with_parent, kill_children, resident_mb
 from afield.runtimes.ray.messages import (
     FRAME,
     LOG_BYTES,
@@ -47,6 +46,7 @@ from afield.runtimes.ray.messages import (
 from afield.sdk.runner import Runner
 from afield.sdk.serve import load
 from afield.types import Failure, FailureKind, Reason
+from afield.utils.process_tree import adopt_orphans, children, die_with_parent, kill_children, resident_mb
 
 WATCH_S = 0.1
 MAX_ANSWER_BYTES = 1024 * 1024

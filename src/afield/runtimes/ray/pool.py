@@ -15,12 +15,12 @@ from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from afield.backoff import Backoff
 from afield.errors import InfrastructureFailure, RateLimited, UsageError
 from afield.runtimes.ray.actor import ActorStatus, ForkServerActor, ForkServerSettings
 from afield.runtimes.ray.cluster import NAMESPACE, RayCluster, ResourceRequest, ray_module, resource_request
 from afield.settings.runtimes import RayOptions
 from afield.types import Reason
+from afield.utils.backoff import Backoff
 
 CLOSE_S = 10.0
 UNAVAILABLE_TIMEOUT_S = 30.0  # time for which an actor may be unavailable before it counts as lost
@@ -104,7 +104,7 @@ async def create_actor(
         raise ActorLost(_describe(error)) from error
 
 
-async def find_actors(cluster: RayCluster, prefix: str, known: set[str]) -> list[ActorHandle]:
+async def find_actors(cluster: RayCluster, prefix: str, own_names: set[str]) -> list[ActorHandle]:
     """Find actors of a run that other drivers created."""
 
     def find() -> list[ActorHandle]:
@@ -112,7 +112,7 @@ async def find_actors(cluster: RayCluster, prefix: str, known: set[str]) -> list
         handles: list[ActorHandle] = []
         for entry in ray.util.list_named_actors(all_namespaces=True):
             name = entry["name"]
-            if entry["namespace"] == NAMESPACE and name.startswith(prefix) and name not in known:
+            if entry["namespace"] == NAMESPACE and name.startswith(prefix) and name not in own_names:
                 # The actor may have ended since it was listed.
                 with contextlib.suppress(ValueError):
                     actor = ray.get_actor(name, namespace=NAMESPACE)

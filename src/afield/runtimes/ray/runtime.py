@@ -16,25 +16,21 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from afield import wire
 from afield.errors import (
-    AfieldError,
     InfrastructureFailure,
     RateLimited,
-    RolloutFailure,
     TaskFailure,
-    UsageError,
-    WireError,
 )
 from afield.interfaces.runtime import Capabilities, Exit, SessionStatus
-from afield.log_tail import tail
-from afield.runtimes.base import AttemptTable, failed_exit
+from afield.runtimes.base import BaseRuntime, failed_exit, make_log_dir
+from afield.runtimes.invocations import encode_payload
 from afield.runtimes.ray.actor import ForkServerSettings, RaySessionInfo
 from afield.runtimes.ray.cluster import RayCluster, ship_target
 from afield.runtimes.ray.messages import LOG_BYTES, SessionAccepted, SessionExited
 from afield.runtimes.ray.pool import ActorHandle, ActorLost, ActorPool, PooledActor, find_actors
 from afield.settings.runtimes import RayOptions
 from afield.types import Attempt, Reason
+from afield.utils.log_tail import tail
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +39,7 @@ TAIL_CHARS = 2_000
 T = TypeVar("T")
 
 
-class RayRuntime:
+class RayRuntime(BaseRuntime):
     """Runs agents on a Ray cluster.
 
     `target` is `path/to/file.py:name` or `package.module:name`. `name` is the run and the prefix of its
@@ -53,16 +49,14 @@ class RayRuntime:
     def __init__(
         self, target: str, options: RayOptions, *, name: str, log_dir: Path, idle_s: float = IDLE_S
     ) -> None:
+        super().__init__()
         self._target = target
         self._options = options
         self._name = name
         self._log_dir = log_dir
         self._idle_s = idle_s
-        self._attempts = AttemptTable()
         self._sessions: dict[str, tuple[ActorHandle, str]] = {}
-        self._launches: dict[str, asyncio.Task[AfieldError | None]] = {}
         self._follows: set[asyncio.Task[None]] = set()
-        self._open = False
 
     @property
     def capabilities(self) -> Capabilities:
@@ -72,10 +66,7 @@ class RayRuntime:
         return Capabilities(isolation="process", limits=frozenset({"memory"}), lists=joined, reaches=joined)
 
     async def __aenter__(self) -> Self:
-        try:
-            self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"no logs can be kept in {self._log_dir}: {error}; choose another") from error
+        make_log_dir(self._log_dir)
         goods = ship_target(self._target, self._options)
         self._cluster = await RayCluster.acquire(self._options.address, goods.runtime_env)
         target = goods.target if self._cluster.owned else self._target
@@ -98,12 +89,10 @@ class RayRuntime:
     async def __aexit__(self, *exc: object) -> None:
         self._open = False
         try:
-            for session_id in self._attempts:
-                message = f"{session_id}: the runtime was closed"
-                self._attempts.record_exit(session_id, failed_exit(message, Reason.CANCELLED))
+            self._attempts.cancel_all()
             adopted = [(handle, s) for s, (handle, _) in self._sessions.items() if handle.from_other_driver]
             await asyncio.gather(*(self._end(handle, session_id) for handle, session_id in adopted))
-            for task in (*self._launches.values(), *self._follows):
+            for task in (*self._attempts.launches.values(), *self._follows):
                 task.cancel()
             self._pool.close()
             await self._group.__aexit__(None, None, None)
@@ -114,13 +103,6 @@ class RayRuntime:
 
     async def check(self) -> None:
         await self._pool.check()
-
-    async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
-        if not self._open:
-            raise RuntimeError("call launch inside 'async with runtime'")
-        await self._attempts.launch_once(
-            attempt.session_id, self._launches, lambda: self._task(self._launch(attempt.session_id, payload))
-        )
 
     async def adopt(self, attempt: Attempt) -> bool | None:
         """Also adopts attempts of another driver while that driver lives; Ray ends them with it."""
@@ -133,17 +115,14 @@ class RayRuntime:
         self._follow(other[0], session_id, other[1].where)
         return True
 
-    async def wait(self, attempt: Attempt) -> Exit:
-        return await self._attempts.wait(attempt.session_id)
-
     async def stop(self, attempt: Attempt) -> None:
         session_id = attempt.session_id
         if self._attempts.has_finished(session_id):
             return
-        self._attempts.record_exit(session_id, failed_exit(f"{session_id} was stopped", Reason.CANCELLED))
+        self._attempts.record_stop(session_id)
         self._pool.tell()
         at = self._sessions.get(session_id)
-        if at is None and session_id not in self._launches:
+        if at is None and session_id not in self._attempts.launches:
             at = await self._other_session(session_id)
         if at is not None:
             await self._end(at[0], session_id)
@@ -156,8 +135,8 @@ class RayRuntime:
 
     async def list(self) -> list[SessionStatus]:
         ours = [self._status(session_id) for session_id in self._attempts]
-        known = {live.session_id for live in ours}
-        others = [live for _, live in await self._other_sessions() if live.session_id not in known]
+        own_ids = {live.session_id for live in ours}
+        others = [live for _, live in await self._other_sessions() if live.session_id not in own_ids]
         return [*ours, *others]
 
     async def logs(self, attempt: Attempt) -> str:
@@ -175,32 +154,21 @@ class RayRuntime:
 
     # --- launching -------------------------------------------------------------------------------
 
-    async def _launch(self, session_id: str, payload: dict[str, Any]) -> AfieldError | None:
+    async def _launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
+        place = await self._pool.acquire_slot(attempt.session_id)
         try:
-            place = await self._pool.acquire_slot(session_id)
-            try:
-                await self._hand_over(place, session_id, payload)
-            except BaseException:
-                self._leave(session_id)
-                raise
-        except RateLimited as throttled:
-            self._attempts.discard(session_id, failed_exit(str(throttled), Reason.LAUNCH))
-            return throttled
-        except RolloutFailure as failure:
-            self._attempts.record_exit(session_id, Exit(failure.failure))
-            return failure
-        return None
+            await self._hand_over(place, attempt.session_id, payload)
+        except BaseException:
+            self._leave(attempt.session_id)
+            raise
 
     async def _hand_over(self, place: PooledActor, session_id: str, payload: dict[str, Any]) -> None:
         handle = place.handle
         assert handle is not None, "an actor with free slots has a handle"
         self._sessions[session_id] = (handle, place.where)
         try:
-            answer: SessionAccepted | SessionExited = await handle.ask(
-                "launch", session_id, wire.encode(payload)
-            )
-        except WireError as error:
-            raise TaskFailure(f"the payload of {session_id} {error}", Reason.LAUNCH) from error
+            body = encode_payload(session_id, payload)
+            answer: SessionAccepted | SessionExited = await handle.ask("launch", session_id, body)
         except ActorLost as error:
             message = f"actor {handle.name} is gone, and {session_id} with it: {error}"
             raise InfrastructureFailure(message, Reason.DIED) from error
@@ -212,7 +180,7 @@ class RayRuntime:
             raise RateLimited(message) if answer.busy else TaskFailure(message, Reason.LAUNCH)
         if not self._attempts.is_running(session_id):
             await self._end(handle, session_id)
-            raise InfrastructureFailure(f"{session_id} was stopped before it started", Reason.CANCELLED)
+        self._attempts.check_not_stopped(session_id)
         self._follow(handle, session_id, f"{place.where}, pid {answer.pid}")
 
     # --- exit detection --------------------------------------------------------------------------
@@ -232,9 +200,9 @@ class RayRuntime:
             self._fail(session_id, f"actor {handle.name} is gone: {error}")
         else:
             await self._save_log(ended)
-            shown = ended.log[-TAIL_CHARS:]
-            died = failed_exit(_died(ended), Reason.DIED, shown) if ended.died else None
-            self._attempts.record_exit(session_id, died or Exit(log=shown))
+            log_tail = ended.log[-TAIL_CHARS:]
+            died = failed_exit(_died(ended), Reason.DIED, log_tail) if ended.died else None
+            self._attempts.record_exit(session_id, died or Exit(log=log_tail))
         self._leave(session_id)
 
     def _fail(self, session_id: str, why: str) -> None:
@@ -262,7 +230,7 @@ class RayRuntime:
 
     def _status(self, session_id: str) -> SessionStatus:
         _, where = self._sessions.get(session_id, (None, ""))
-        return self._attempts.status(session_id, where, starting=session_id in self._launches)
+        return self._attempts.status(session_id, where, starting=session_id in self._attempts.launches)
 
     async def _other_sessions(self) -> list[tuple[ActorHandle, SessionStatus]]:
         """Sessions of this run that other drivers launched."""
