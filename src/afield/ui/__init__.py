@@ -1,0 +1,1 @@
+"""Browser view of runs: `afield ui`."""
