@@ -1,0 +1,1 @@
+"""Experiment trackers: metrics of runs to TensorBoard, W&B, MLflow and trackio."""
