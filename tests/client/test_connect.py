@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
+import pydoc
 import re
 import runpy
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 import afield
 from afield import connect, factory
-from afield.client import RolloutFuture
+from afield.client import OpenArguments, RolloutFuture
 from afield.errors import UsageError
+from afield.orchestrator.config import RolloutConfig
 from afield.ratelimit import LocalLimiter, RateLimits
+from afield.settings.rollouts import Deadlines
 from afield.settings.train import TrainConfig
 from afield.settings.values import converted
 from support.client_gateway import ThreadedGateway, threaded_gateway, yes_agent
@@ -80,21 +85,49 @@ def test_agents_that_others_serve_need_no_name(gateway: ThreadedGateway) -> None
         process.wait(20)
 
 
+def test_agents_run_at_any_endpoint_without_gateway_and_admin_key(
+    gateway: ThreadedGateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("AFIELD_ADMIN_KEY", raising=False)
+    session = gateway.open("endpoint.1")  # plays the provider
+    names: dict[str, Any] = {"endpoint": session.openai_base_url, "endpoint_key": session.api_key}
+    names |= {"agent": yes_agent, "model_id": "some-model", "directory": gateway.root / "run"}
+    with afield.RolloutClient.open(**names) as client:
+        items = list(client.run_batch([{"question": "?"}], rollouts=2))
+    assert [item.outcome.reward for item in items] == [1.0, 1.0]
+    assert gateway.state("endpoint.1").calls == 2
+    assert "no model call" not in caplog.text
+    with pytest.raises(UsageError, match="refuses the key"):
+        afield.RolloutClient.open(**{**names, "endpoint_key": "wrong"})
+
+
 @pytest.mark.parametrize(
     ("names", "told"),
     [
         ({"agent": yes_agent, "concurency": 3}, "unknown value 'concurency'; did you mean 'concurrency'"),
+        (
+            {"agent": yes_agent, "gatway": "http://127.0.0.1:9"},
+            "unknown value 'gatway'; did you mean 'gateway'",
+        ),
+        ({"agent": yes_agent, "agnet": 3}, "unknown value 'agnet'; did you mean 'agent'"),
         ({"agent": yes_agent, "zzz": 3}, "unknown value 'zzz'; known: "),
         ({"agent": yes_agent, "attempt_timeout_s": -1}, "attempt_timeout_s = -1 must be positive"),
         ({"agent": yes_agent, "runtime": "process"}, "a function runs inline only"),
         ({"agent": AGENT, "runtime": "cloud"}, "unknown runtime 'cloud'; choose one of: agentcore"),
         ({"agent": AGENT, "transport": "pigeon"}, "unknown transport 'pigeon'; choose one of: files"),
         ({"agent": AGENT, "transport": "memory"}, "'memory' works with runtime 'inline' only"),
-        ({"agent": "agent.py"}, "must be path/to/file.py:name"),
+        ({"agent": "agent.py"}, "name your own agent as path/to/file.py:name"),
         ({"agent": f"{AGENT}s"}, "the agent; did you mean"),
         ({}, "runtime 'process' needs an agent"),
         ({"agent": yes_agent, "gateway": "127.0.0.1:8400"}, "must be its address"),
         ({"agent": yes_agent, "admin_key": ""}, "no admin key"),
+        ({"agent": yes_agent, "endpoint": "http://127.0.0.1:9"}, "give one of them"),
+        ({"agent": yes_agent, "endpoint": "host", "gateway": None}, "must be an address"),
+        ({"agent": yes_agent, "endpoint": "http://host", "gateway": None}, "give model_id"),
+        (
+            {"agent": AGENT, "endpoint": "http://h", "gateway": None, "model_id": "m", "runtime": "sandbox"},
+            "sends outcomes to a gateway, and an endpoint is none",
+        ),
     ],
 )
 def test_names_that_cannot_work_are_refused_before_anything_starts(
@@ -105,6 +138,35 @@ def test_names_that_cannot_work_are_refused_before_anything_starts(
     with pytest.raises(UsageError, match=re.escape(told)):
         afield.RolloutClient.open(**{**values, **names})
     assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_gateway_is_named_with_the_command_that_starts_one() -> None:
+    with pytest.raises(UsageError, match=r"no gateway: give gateway, .* `afield gateway` prints"):
+        afield.RolloutClient.open(agent=yes_agent)
+    with pytest.raises(UsageError, match="unknown value 'gatway'; did you mean 'gateway'"):
+        afield.RolloutClient.open(agent=yes_agent, gatway="http://127.0.0.1:9")
+
+
+def test_the_signature_of_open_agrees_with_the_factory_and_the_settings() -> None:
+    shown = inspect.signature(afield.RolloutClient.open).parameters
+    takes = dict(inspect.signature(connect.client).parameters)
+    del takes["values"]
+    assert set(shown) == {*takes, *connect.VALUES, *connect.TIMEOUTS}
+    hints = get_type_hints(RolloutConfig) | get_type_hints(Deadlines) | get_type_hints(connect.client)
+    config = RolloutConfig(exp_id="e", model_id="m")
+    for name, parameter in shown.items():
+        assert parameter.annotation == hints[name], name
+        owner = config if name in connect.VALUES else Deadlines()
+        default = takes[name].default if name in takes else getattr(owner, name)
+        assert parameter.default == default, name
+    assert "attempt_timeout_s: float = 300.0" in pydoc.render_doc(afield.RolloutClient.open)
+
+
+def test_every_argument_of_open_has_a_docstring() -> None:
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(OpenArguments))).body
+    assert isinstance(tree, ast.ClassDef)
+    body = tree.body[1:]
+    assert [type(node) for node in body] == [ast.AnnAssign, ast.Expr] * len(OpenArguments.__annotations__)
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def unstarted_client(directory: Path, **options: Any) -> afield.RolloutClient:
 
 
 def test_an_unwritable_directory_or_limiter_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="a run cannot be kept in /proc/run"):
+    with pytest.raises(UsageError, match="run directory /proc/run cannot be used"):
         unstarted_client(Path("/proc/run")).start()
     with pytest.raises(UsageError, match=r"cannot use the limiter.s file /proc/limiter"):
         unstarted_client(tmp_path / "run", limiter_file="/proc/limiter").start()
@@ -103,7 +103,7 @@ def test_a_gateway_without_outcomes_is_refused_for_sandboxed_agents(
 ) -> None:
     with (
         threaded_gateway(tmp_path) as gateway,
-        pytest.raises(UsageError, match="passes none on: start it with --outcomes"),
+        pytest.raises(UsageError, match="does not forward outcomes: start it with --outcomes"),
     ):
         afield.RolloutClient.open(
             agent=AGENT, gateway=gateway.url, admin_key=ADMIN, runtime="sandbox", directory=tmp_path / "run"

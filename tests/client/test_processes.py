@@ -155,7 +155,7 @@ def test_what_stands_in_the_way_is_told_at_the_start_and_nothing_is_left(gateway
     assert threading.active_count() == before
 
 
-def test_a_client_that_was_not_started_says_so(gateway: ThreadedGateway) -> None:
+def test_client_that_was_not_started_raises_usage_error(gateway: ThreadedGateway) -> None:
     with pytest.raises(UsageError, match="was not started"):
         gateway.client().submit({})
 
@@ -207,7 +207,9 @@ def test_a_program_that_is_stopped_leaves_no_process(gateway: ThreadedGateway, h
             future.cancel()
 
 
-def test_a_client_whose_gateway_goes_away_fails_its_futures_and_can_be_closed(tmp_path: Path) -> None:
+def test_a_client_whose_gateway_becomes_unavailable_fails_its_futures_and_can_be_closed(
+    tmp_path: Path,
+) -> None:
     blocking = BlockingAgent()
     with threaded_gateway(tmp_path) as gateway:
         client = gateway.client(blocking, unavailable_timeout_s=0.5)
