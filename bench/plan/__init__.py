@@ -1,0 +1,1 @@
+"""Planned against measured: memory of steps and engines."""

@@ -1,0 +1,1 @@
+"""Planning of runs: memory of trainer and engine, and settings that fit."""
