@@ -202,7 +202,9 @@ def test_fixed_steps_report_the_log_probabilities_of_a_plain_forward(
 
 
 @in_every_way
-def test_a_second_turn_reuses_what_fixed_steps_computed(directory: Path, ways: DecodeKernels | None) -> None:
+def test_second_turn_reuses_the_cache_that_fixed_decode_steps_wrote(
+    directory: Path, ways: DecodeKernels | None
+) -> None:
     decoder = a_decoder(directory, ways=ways)
     first = DecodeParams(a_prompt(0, 50), max_tokens=24, seed=1)
     _, said = add(decoder, first)
@@ -407,7 +409,7 @@ def test_decoding_imports_only_numpy_torch_and_transformers() -> None:
     packages = {name.partition(".")[0] for name in seen} - sys.stdlib_module_names
     assert packages == {"afield", "numpy", "torch", "transformers"}
     own = {name for name in seen if name.startswith("afield.") and ".engines" not in name}
-    assert own == {"afield.bitmasks", "afield.precision"}
+    assert own == {"afield.models", "afield.models.bitmasks", "afield.models.precision"}
 
 
 def imported(name: str) -> set[str]:

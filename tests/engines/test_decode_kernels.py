@@ -29,7 +29,7 @@ from afield.engines.torch.decode_kernels import (
 )
 from afield.engines.torch.kv_cache import ATTENTION, slot_attention, use_slots
 from afield.engines.torch.sampler import pick, plain_sums
-from afield.precision import in_float32
+from afield.models.precision import in_float32
 from support.tiny_model import build_tiny_model
 
 FAMILIES = ["qwen3", "qwen2", "llama"]

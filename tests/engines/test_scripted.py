@@ -154,7 +154,7 @@ def an_image(digest: str) -> Image:
     return Image(digest=digest, media_type="image/png", data=digest.encode())
 
 
-async def test_images_take_their_length_in_the_prompt_and_the_first_chunk_says_so() -> None:
+async def test_images_expand_in_the_prompt_and_the_first_chunk_has_the_expanded_ids() -> None:
     engine = ScriptedEngine(
         lambda call: ScriptedReply(token_ids=(5, 6, 0)), image_id=ord("#"), image_length=3
     )

@@ -161,7 +161,7 @@ def weights(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("incremental", [False, True], ids=["cumulative", "incremental"])
-async def test_calls_that_keep_a_server_from_flushing_are_ended_and_go_on(
+async def test_calls_that_keep_a_server_from_flushing_are_ended_and_continue(
     weights: str, stream: bool, incremental: bool
 ) -> None:
     fake = FakeSglang(ScriptedEngine(counting_on), flushes_waiting=False, incremental=incremental)
@@ -318,9 +318,7 @@ async def test_a_server_that_lost_its_adapters_is_not_the_callers_fault(tmp_path
         assert versions(await answer(engine, a_call(stream=stream))) == [1] * 12
 
 
-async def test_whole_weights_that_somebody_else_loaded_take_over_from_adapters(
-    tmp_path: Path, weights: str
-) -> None:
+async def test_whole_weights_loaded_by_another_gateway_replace_adapters(tmp_path: Path, weights: str) -> None:
     fake = FakeSglang(ScriptedEngine(counting), loras=2)
     async with connected(fake) as engine, SglangEngine(engine.url) as other:
         await engine.load(1, adapter(tmp_path, "1"))

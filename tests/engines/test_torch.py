@@ -301,7 +301,7 @@ async def test_closing_a_call_frees_its_slot_for_the_next(model: Path) -> None:
         assert engine.counters.sampled_tokens < ENDLESS
 
 
-async def test_a_caller_whose_event_loop_is_gone_harms_nobody(model: Path) -> None:
+async def test_call_whose_event_loop_ended_does_not_affect_other_calls(model: Path) -> None:
     async with asyncio.timeout(BOUND_S), TorchEngine(model, max_slots=1) as engine:
 
         def elsewhere() -> None:
@@ -620,3 +620,16 @@ async def test_weights_that_change_while_a_prompt_is_scored_score_all_of_it(
         assert first.prompt_logprobs is not None
         own = [top[0][1] for top in first.prompt_logprobs[1:]]
         assert any(own == pytest.approx(row, abs=TOLERANCE) for row in expected)
+
+
+@pytest.mark.parametrize("fixed_steps", [False, True])
+async def test_calls_wait_for_the_memory_of_the_cache_and_sample_the_same(model: Path, fixed_steps: bool):
+    """Long calls among short ones: slots are given up and lengths shrink while other calls run."""
+    sizes = [(20, 12), (40, 30), (700, 40), (15, 200), (25, 12), (300, 60), (30, 12), (900, 20), (10, 90)]
+    calls = [a_call(f"m{n}", a_prompt(n, size), max_tokens=new) for n, (size, new) in enumerate(sizes * 2)]
+    async with TorchEngine(model, seed=3, fixed_steps=fixed_steps) as free:
+        expected = await asyncio.gather(*(answer(free, call) for call in calls))
+    async with TorchEngine(model, seed=3, fixed_steps=fixed_steps, cache_tokens=1024) as small:
+        assert (await small.info()).max_context == 1024
+        got = await asyncio.gather(*(answer(small, call) for call in calls))
+    assert [ids(chunks) for chunks in got] == [ids(chunks) for chunks in expected]

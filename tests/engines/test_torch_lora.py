@@ -102,7 +102,7 @@ async def test_an_adapter_that_cannot_be_merged_is_refused_and_changes_nothing(t
         "there is no such weight; was it made for this model": (config, other_layers),
         "there is only factor B": (config, {k: t for k, t in tensors.items() if k != first}),
         "it was made for another model": (config, {**tensors, first: tensors[first][:, :-1].contiguous()}),
-        "which is no factor of a weight": (config, {**tensors, "strange": torch.zeros(1)}),
+        "which is not a lora_A or lora_B": (config, {**tensors, "strange": torch.zeros(1)}),
     }
     async with TorchEngine(POLICY) as engine:
         await engine.load(1, str(good))

@@ -198,7 +198,7 @@ async def test_a_stream_that_ends_early_is_unavailable(fault: str, complaint: st
             await answer(engine, a_call())
 
 
-async def test_nobody_there_is_unavailable() -> None:
+async def test_connection_refused_raises_unavailable() -> None:
     with pytest.raises(Unavailable, match=r"cannot connect to http://127.0.0.1:9: .*[Cc]onnect"):
         async with VllmEngine("http://127.0.0.1:9"):
             pass
@@ -313,7 +313,7 @@ async def test_a_server_that_failed_to_load_serves_nothing_until_it_has(tmp_path
         assert len(ids(await answer(engine, a_call()))) == 12
 
 
-async def test_a_cache_that_cannot_be_reset_yet_is_reset_before_calls_go_on(
+async def test_a_cache_that_cannot_be_reset_yet_is_reset_before_calls_continue(
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("afield.engines.vllm.engine.RESET_PAUSES_S", (0.0, 0.01, 0.01, 0.01))
@@ -323,7 +323,7 @@ async def test_a_cache_that_cannot_be_reset_yet_is_reset_before_calls_go_on(
         await engine.load(1, str(weights))
         assert fake.stuck == 0
         fake.stuck = 100
-        with pytest.raises(Unavailable, match="does not give up what the old weights computed"):
+        with pytest.raises(Unavailable, match="keeps its prefix cache of the old weights"):
             await engine.load(2, str(weights))
         with pytest.raises(Unavailable, match="failed to load version 2"):
             await answer(engine, a_call())

@@ -37,7 +37,9 @@ def send(transfer: VllmTransfer, version: int, *names: str) -> None:
         transfer.finish_weight_update()
 
 
-async def test_weights_are_sent_while_calls_stand_still_and_the_gateway_is_told(weights: Path) -> None:
+async def test_weights_are_sent_while_calls_are_paused_and_the_gateway_learns_the_version(
+    weights: Path,
+) -> None:
     fake = FakeVllm(ScriptedEngine(lambda call: ScriptedReply(token_ids=tuple(range(20, 60)))))
     async with connected(fake) as engine:
         transfer = VllmTransfer(engine.url)
@@ -81,7 +83,7 @@ async def test_a_transfer_that_fails_leaves_the_server_paused_until_one_succeeds
         await asyncio.to_thread(send, transfer, 1, "a")
         assert fake.moving.is_set()
         assert (await answer(engine, a_call()))[-1].versions == (VersionSpan(0, 12, 1, 1),)
-        with pytest.raises(UsageError, match="say which version is sent, with `publishing`"):
+        with pytest.raises(UsageError, match="the version of the weights is unknown"):
             await asyncio.to_thread(VllmTransfer(engine.url).start_weight_update)
 
 

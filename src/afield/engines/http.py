@@ -13,18 +13,19 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Self, TypeVar
 
-import aiohttp
 import msgspec
 
+from afield.engines.http_connection import ConnectionPool, HttpConnection
 from afield.errors import Unavailable
 
 T = TypeVar("T")
 JSON = {"content-type": "application/json"}
 CALLERS_FAULT = {400, 413, 422}
 SHOWN = 300
-# Pause between two reads of a stream: a share of its age, so that the first tokens arrive at once.
-GAP, SHORTEST_GAP_S, LONGEST_GAP_S = 0.03, 0.002, 0.03
-KEEP_S = 4.0  # uvicorn drops idle connections after 5
+# Time between two reads of a stream: a share of its age, so that the first tokens arrive at once. The end of
+# a stream is read at once too.
+GAP, SHORTEST_GAP_S, LONGEST_GAP_S = 0.2, 0.002, 0.1
+CONNECT_S = 10.0  # timeout of a new connection
 
 
 class IdleTimer:
@@ -67,19 +68,17 @@ class EngineHttpClient:
         self.url = url.rstrip("/")
         self._headers = {**JSON, **({"authorization": f"Bearer {api_key}"} if api_key else {})}
         self._idle_s, self._held = idle_s, held
-        self._session: aiohttp.ClientSession | None = None
+        self._pool: ConnectionPool | None = None
 
     async def __aenter__(self) -> Self:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S)
         # `IdleTimer` times idle connections; a reply may take as long as the model needs.
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(10.0, self._idle_s))
-        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
+        self._pool = ConnectionPool(self.url, self._headers, connect_timeout_s=min(CONNECT_S, self._idle_s))
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        if self._session is not None:
-            await self._session.close()
-        self._session = None
+        if self._pool is not None:
+            self._pool.close()
+        self._pool = None
 
     async def status(
         self, method: str, path: str, body: Any = None, *, idle_s: float | None = None
@@ -87,7 +86,7 @@ class EngineHttpClient:
         """Status and body of a response with any status."""
         limit = idle_s or self._idle_s
         async with self._answer(method, path, body, {}, limit, still=False) as (response, _):
-            return response.status, await response.read()
+            return response.status, await response.read_all()
 
     async def ask(
         self,
@@ -102,7 +101,7 @@ class EngineHttpClient:
         """Body of a response; raises unless the status is 200. With `still`, a paused server may be idle."""
         limit = idle_s or self._idle_s
         async with self._answer(method, path, body, headers or {}, limit, still=still) as (response, _):
-            data = await response.read()
+            data = await response.read_all()
             self._check(response.status, data)
             return data
 
@@ -110,42 +109,51 @@ class EngineHttpClient:
         """Bytes of a streamed response with status 200, as they arrive."""
         async with self._answer("POST", path, body, headers, self._idle_s, still=True) as (response, silence):
             if response.status != 200:
-                self._check(response.status, await response.read())
+                self._check(response.status, await response.read_all())
             started = silence.heard
-            while data := await response.content.readany():
+            while data := await response.read():
                 silence.hear()
                 yield data
                 gap = min(LONGEST_GAP_S, GAP * (silence.heard - started))
                 if gap > SHORTEST_GAP_S:
-                    await _let_gather(response, gap)
+                    response.gather(gap)
 
     @asynccontextmanager
     async def _answer(
         self, method: str, path: str, body: Any, headers: dict[str, str], idle_s: float, *, still: bool
-    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, IdleTimer]]:
-        if self._session is None:
+    ) -> AsyncIterator[tuple[HttpConnection, IdleTimer]]:
+        if (pool := self._pool) is None:
             raise Unavailable(f"the engine at {self.url} is not connected; enter it with `async with`")
-        data = None if body is None else msgspec.json.encode(body)
-        silence = IdleTimer(idle_s, self._held if still else lambda: False, late=lambda: None)
-        response: aiohttp.ClientResponse | None = None
+        request = pool.request(method, path, None if body is None else msgspec.json.encode(body), headers)
+        connection = pool.take_idle() or await self._connect(pool)
+        silence = IdleTimer(
+            idle_s,
+            self._held if still else lambda: False,
+            late=lambda: connection.fail(Unavailable(self._silent(idle_s))),
+        )
         try:
-            async with asyncio.timeout(None) as limit:
-                silence.late = lambda: limit.reschedule(0)
-                response = await self._session.request(method, self.url + path, data=data, headers=headers)
-            content, hung = response.content, Unavailable(self._silent(idle_s))
-            silence.late = lambda: content.set_exception(hung)
-            yield response, silence
-        except TimeoutError as error:
-            raise Unavailable(self._silent(idle_s)) from error
-        except aiohttp.ClientConnectorError as error:
-            raise Unavailable(f"cannot connect to {self.url}: {error.os_error.strerror or error}") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise Unavailable(f"{self.url} closed the connection: {type(error).__name__}: {error}") from error
+            try:
+                await connection.send(request)
+            except ConnectionError:
+                # The server may have dropped the idle connection; repeating a GET is harmless.
+                if method != "GET" or connection.idle_since is None:
+                    raise
+                pool.put(connection)
+                connection = await self._connect(pool)
+                await connection.send(request)
+            yield connection, silence
+        except OSError as error:
+            raise Unavailable(f"{self.url} closed the connection: {error}") from error
         finally:
             silence.end()
-            if response is not None:
-                # A response read to its end returns its connection to the pool; any other closes it.
-                _ = response.release() if response.content.at_eof() else response.close()
+            pool.put(connection)
+
+    async def _connect(self, pool: ConnectionPool) -> HttpConnection:
+        try:
+            return await pool.connect()
+        except OSError as error:
+            problem = error.strerror or str(error) or "it did not answer in time"
+            raise Unavailable(f"cannot connect to {self.url}: {problem}") from error
 
     def _silent(self, idle_s: float) -> str:
         return f"{self.url} sent nothing for {idle_s:g} s; restart it if it hangs, or raise its idle timeout"
@@ -163,19 +171,6 @@ class EngineHttpClient:
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             excerpt = data[:SHOWN].decode(errors="replace")
             raise Unavailable(f"{self.url} sent an unexpected response ({error}): {excerpt}") from error
-
-
-async def _let_gather(response: aiohttp.ClientResponse, seconds: float) -> None:
-    """Pause reading, so that one read returns several tokens."""
-    transport = response.connection.transport if response.connection else None
-    if transport is None or transport.is_closing():
-        return
-    transport.pause_reading()
-    try:
-        await asyncio.sleep(seconds)
-    finally:
-        if not transport.is_closing():
-            transport.resume_reading()
 
 
 def _message(data: bytes) -> str:

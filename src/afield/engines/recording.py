@@ -18,8 +18,8 @@ from msgspec import Struct
 from afield.errors import Unavailable
 from afield.interfaces.engine import Chunk, Engine, EngineInfo, GenerateRequest
 from afield.interfaces.weight_probe import SESSION
-from afield.private_files import private_file
 from afield.types import FinishReason, Sampling, VersionSpan
+from afield.utils.private_files import private_file
 from afield.wire import decode, encode
 
 

@@ -130,10 +130,12 @@ class RemoteEngine(ABC):
         while True:
             ends = self._ends
             with self._leases.held() as lease:
-                rest = _rest(call, sampled.begin())
-                if rest.prompt_logprobs is not None:  # servers report these with whole replies only
-                    rest = structs.replace(rest, stream=False)
-                pieces = self._streamed(rest, lease) if rest.stream else self._whole(rest, lease)
+                remaining = _rest(call, sampled.begin())
+                if remaining.prompt_logprobs is not None:  # servers report these with whole replies only
+                    remaining = structs.replace(remaining, stream=False)
+                pieces = (
+                    self._streamed(remaining, lease) if remaining.stream else self._whole(remaining, lease)
+                )
                 async with aclosing(pieces):
                     async for chunk in pieces:
                         interrupted = ends != self._ends or (lease is not None and lease.revoked)
@@ -278,7 +280,7 @@ class RemoteEngine(ABC):
     async def _holds(self) -> bool:
         """Measure whether the server enforces constraints and reports log-probabilities under their masks.
 
-        A grammar of one letter must give one token with probability 1, as `afield.masks` does.
+        A grammar of one letter must give one token with probability 1, as `afield.models.masks` does.
         """
         drawn: TokenLogprobs = []
         try:

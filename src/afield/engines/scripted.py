@@ -29,7 +29,7 @@ from afield.interfaces.engine import Chunk, EngineInfo, GenerateRequest, TopLogp
 from afield.types import FinishReason
 
 if TYPE_CHECKING:
-    from afield.masks import ConstraintMasks, ConstraintMatcher
+    from afield.models.masks import ConstraintMasks, ConstraintMatcher
 
 Failing = Literal["unavailable", "hang"]
 MAX_TOP_LOGPROBS = 20
@@ -193,7 +193,7 @@ class ScriptedEngine:
 
     def _masks(self, model: str | Path) -> ConstraintMasks | None:
         """Constraint masks of the model; None without xgrammar."""
-        from afield.masks import ConstraintMasks
+        from afield.models.masks import ConstraintMasks
 
         if self._known_masks is None:
             self._known_masks = ConstraintMasks(model, self._vocab_size)
@@ -227,7 +227,7 @@ class ScriptedEngine:
 
 def _drawn(call: GenerateRequest, walker: ConstraintMatcher, vocabulary: int) -> ScriptedReply:
     """Sample a reply uniformly from the tokens that the constraint allows; stops as soon as it may."""
-    from afield.bitmasks import allowed
+    from afield.models.bitmasks import allowed
 
     rng = random.Random(call.draw or call.id)
     ids: list[int] = []

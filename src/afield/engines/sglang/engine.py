@@ -212,9 +212,7 @@ class SglangEngine(RemoteEngine):
         await self._order("/continue_generation", {})
 
     async def _name(self, version: int) -> None:
-        raise UsageError(
-            f"{self.url}: give the path of version {version}; SGLang names weights as it loads them"
-        )
+        raise UsageError(f"version {version} has no path; {self.url} needs the directory of its weights")
 
     async def _expect(self, version: int) -> None:
         """Trust the version without another request: the response to the load confirmed it."""
@@ -273,7 +271,7 @@ class SglangEngine(RemoteEngine):
             if await self._flushed():
                 return
         raise Unavailable(
-            f"{self.url} does not give up what the old weights computed; POST /flush_cache fails"
+            f"{self.url} keeps its cache of the old weights: POST /flush_cache fails; start it again"
         )
 
     async def _flushed(self) -> bool:

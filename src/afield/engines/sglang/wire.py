@@ -166,7 +166,9 @@ class SglangSample:
         if self._count:
             tops = reply.meta_info.output_top_logprobs or []
             if len(tops) < new:
-                raise Unavailable(f"{where} gave {new} ids but the likeliest tokens of {len(tops)} places")
+                raise Unavailable(
+                    f"{where} gave {new} ids but top log-probabilities of {len(tops)} positions"
+                )
             for top, (logprob, token, _) in zip(tops[-new:], pairs, strict=True):
                 self.tops.append(_likeliest(top or [], token, logprob, self._count))
 
@@ -174,7 +176,9 @@ class SglangSample:
 def _likeliest(
     candidates: list[tuple[float, int, Any]], token: int, logprob: float, count: int
 ) -> TopLogprobs:
-    pairs = [(other, logprob if other == token else p) for p, other, _ in candidates if p >= LOWEST]
+    pairs = [
+        (candidate, logprob if candidate == token else p) for p, candidate, _ in candidates if p >= LOWEST
+    ]
     return tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0] != token))[:count])
 
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from afield.engines.torch.cuda_graphs import forward
 from afield.engines.torch.kv_cache import KVCache, use_slots
 from afield.engines.torch.sampler import BLOCK, Sums, plain_sums
-from afield.precision import in_float32
+from afield.models.precision import in_float32
 
 # Layer classes that `_attention` and `_gated` reproduce.
 ATTENTIONS = ("LlamaAttention", "Qwen2Attention", "Qwen3Attention")
@@ -247,8 +247,8 @@ def swap_norms(model: nn.Module) -> list[nn.Module]:
         if not type(layer).__name__.endswith("RMSNorm") or weight is None or eps is None or weight.ndim != 1:
             continue
         sample = torch.linspace(-3, 3, 5 * len(weight), device=weight.device).view(5, -1).to(weight.dtype)
-        own, one = layer(sample).float(), _normed(layer, sample).float()
-        if torch.allclose(own, one, rtol=ROUNDING[weight.dtype] / 4, atol=1e-6):
+        expected, actual = layer(sample).float(), _normed(layer, sample).float()
+        if torch.allclose(expected, actual, rtol=ROUNDING[weight.dtype] / 4, atol=1e-6):
             layer.forward = partial(_normed, layer)
             swapped.append(layer)
     return swapped

@@ -28,13 +28,15 @@ from afield.engines.torch.sampler import Top, distribution, draw, likeliest
 
 if TYPE_CHECKING:
     from afield.engines.torch.images import ImageEncoder
-    from afield.masks import ConstraintMatcher
-    from afield.vision import PixelInputs
+    from afield.models.masks import ConstraintMatcher
+    from afield.models.vision import PixelInputs
 
 log = logging.getLogger(__name__)
 
 Finish = Literal["stop", "length", "aborted"]
 SCORED_AT_ONCE = 256  # prompt ids scored per step; bounds the memory of their logits
+STREAM_INTERVAL_S = 2e-4
+"""Least time between two chunks of a stream, per running call: about what a chunk costs its receivers."""
 NO_PICTURES: Mapping[int, PixelInputs] = {}
 
 
@@ -71,7 +73,7 @@ class DecodeParams(NamedTuple):
     stop_ids: tuple[int, ...] = ()
     """Token ids that end the call."""
     stream: bool = False
-    """Whether to hand over each token as it is sampled."""
+    """Whether to hand over tokens as they are sampled; with many calls, several at a time."""
     top_logprobs: int = 0
     """Number of likeliest tokens to report per sampled token; 0 is off."""
     prompt_logprobs: int | None = None
@@ -146,6 +148,7 @@ class DecodeCall:
         self.uniform = random.Random(ask.seed).random
         self.asked = time.monotonic()
         self.queued_s = 0.0
+        self.next_chunk = 0.0
 
     def hand_over(self, finish: Finish | None) -> None:
         """Send the collected tokens to the sink."""
@@ -258,7 +261,7 @@ class Decoder:
         admitted: list[tuple[int, int]] = []
         while self._waiting:
             ask = self._waiting[0].ask
-            if (taken := self._slots.take(ask.prompt_ids, ask.mrope)) is None:
+            if (taken := self._slots.take(ask.prompt_ids, ask.mrope, room=ask.max_tokens)) is None:
                 break
             request = self._waiting.popleft()
             if self.images is not None and ask.pictures:
@@ -325,12 +328,12 @@ class Decoder:
         step = self._slots.arrange(slots, counts)
         last = forward(self._model, self._slots, step, images=self.images)
         self._slots.advance(slots, counts)
-        done = [i for i, (r, _) in enumerate(work) if self._pending(r) == 0]
-        if not done:
+        sampled = [i for i, (r, _) in enumerate(work) if self._pending(r) == 0]
+        if not sampled:
             return 0
-        rows = step.rows if len(done) == len(work) else step.rows[done]
-        self._draw([work[i][0] for i in done], last if len(rows) == len(last) else last[rows])
-        return len(done)
+        rows = step.rows if len(sampled) == len(work) else step.rows[sampled]
+        self._draw([work[i][0] for i in sampled], last if len(rows) == len(last) else last[rows])
+        return len(sampled)
 
     def _decode(self) -> int:
         """Sample one token for every call with exactly one pending id; returns the number of tokens."""
@@ -450,8 +453,10 @@ class Decoder:
             finish = "length"
         if finish is not None:
             self._end(request)
-        if finish is not None or request.ask.stream:
+        if finish is not None or (request.ask.stream and time.monotonic() >= request.next_chunk):
             request.hand_over(finish)
+            if request.ask.stream:
+                request.next_chunk = time.monotonic() + STREAM_INTERVAL_S * len(self._running)
 
     def _end(self, request: DecodeCall) -> None:
         request.ended = True

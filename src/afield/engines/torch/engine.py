@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
@@ -23,8 +23,10 @@ from typing import Self
 import torch
 from msgspec import Struct, structs
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from afield.engines.checks import check_call, is_newer
+from afield.engines.chunk_queue import ChunkQueue, Item
 from afield.engines.lora import is_adapter
 from afield.engines.torch.cuda_graphs import CudaGraphRunner
 from afield.engines.torch.decode_kernels import SERVED, fit
@@ -37,18 +39,21 @@ from afield.engines.torch.decoder import (
     SampledTokens,
 )
 from afield.engines.torch.images import ImageEncoder, ImagePrompt
-from afield.engines.torch.kv_cache import KVCache
+from afield.engines.torch.kv_cache import LENGTH_STEP, KVCache
 from afield.engines.torch.weights import ModelParameter, longest_context, parameters, read_model, read_weights
 from afield.errors import AfieldError, Unavailable, UsageError, boundary
 from afield.interfaces.engine import Chunk, EngineInfo, GenerateRequest
-from afield.masks import ConstraintMasks, ConstraintMatcher
-from afield.rounding import Rounding
+from afield.models.masks import ConstraintMasks, ConstraintMatcher
+from afield.models.rounding import Rounding
+from afield.models.vision import Vision
 from afield.types import Constraint, Failure, FailureKind, FinishReason, Reason
-from afield.vision import Vision
 
 # Tokens per prefill step, by device type.
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
 PROBE = 12  # tokens of the start-up accuracy check
+DEFAULT_SLOTS, MAX_SLOTS = 64, 512
+CACHE_SHARE = 0.6  # of the memory that is free after the model is loaded
+SLOT_TOKENS = 1024  # tokens of a call for which a slot is counted
 MAX_TOP_LOGPROBS = 20
 COMPILE_S = 30.0  # timeout for compiling one constraint
 COMPILERS = 2  # threads that compile constraints
@@ -70,21 +75,24 @@ class _Stop(Struct, frozen=True):
 
 
 Message = DecodeCall | _Drop | _Swap | _Stop
-Item = Chunk | Exception
-Outbox = dict[asyncio.AbstractEventLoop, list[tuple["_Mailbox", Item]]]
+Outbox = dict[asyncio.AbstractEventLoop, list[tuple["ChunkSink", Item]]]
 
 
-class _Mailbox:
-    """Queue of one call's chunks from the model thread to the caller's event loop."""
+class ChunkSink(ABC):
+    """Receiver of one call's chunks; `receive` runs in the event loop that made it."""
 
     def __init__(self, outbox: Outbox) -> None:
         self.loop = asyncio.get_running_loop()
         self._outbox = outbox
-        self._arrived: deque[Item] = deque()
-        self._waiter: asyncio.Future[None] | None = None
+        self.prompt_ids: tuple[int, ...] | None = None
+
+    @abstractmethod
+    def receive(self, item: Item) -> None: ...
 
     def put(self, sampled: SampledTokens) -> None:
+        prompt_ids, self.prompt_ids = self.prompt_ids, None
         chunk = Chunk(
+            prompt_ids=prompt_ids,
             token_ids=sampled.token_ids,
             logprobs=sampled.logprobs,
             low=sampled.version,
@@ -102,40 +110,22 @@ class _Mailbox:
     def refuse(self, reason: str) -> None:
         self._outbox.setdefault(self.loop, []).append((self, ValueError(reason)))
 
+
+class Mailbox(ChunkSink):
+    """Queue of one call's chunks in this process."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        super().__init__(outbox)
+        self._chunks = ChunkQueue()
+        self.take = self._chunks.take
+
     def receive(self, item: Item) -> None:
-        self._arrived.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def take(self) -> Chunk:
-        """Wait for chunks and merge all queued ones of the same weight version; raises a queued error."""
-        if not self._arrived:
-            self._waiter = self.loop.create_future()
-            await self._waiter
-        first = self._arrived.popleft()
-        if isinstance(first, Exception):
-            raise first
-        chunks = [first]
-        while self._arrived and isinstance(more := self._arrived[0], Chunk) and more.low == first.low:
-            chunks.append(more)
-            self._arrived.popleft()
-        if len(chunks) == 1:
-            return first
-        return Chunk(
-            token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
-            logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
-            low=first.low,
-            high=first.high,
-            finish=chunks[-1].finish,
-            queued_s=first.queued_s,
-            top_logprobs=tuple(top for chunk in chunks for top in chunk.top_logprobs),
-            prompt_logprobs=first.prompt_logprobs,
-        )
+        self._chunks.receive(item)
 
 
-def _deliver(batch: list[tuple[_Mailbox, Item]]) -> None:
-    for mailbox, item in batch:
-        mailbox.receive(item)
+def _deliver(batch: list[tuple[ChunkSink, Item]]) -> None:
+    for sink, item in batch:
+        sink.receive(item)
 
 
 def to_ask(call: GenerateRequest, seed: int, pictured: ImagePrompt | None = None) -> DecodeParams:
@@ -169,17 +159,43 @@ def load_vision(path: Path) -> tuple[Vision | None, tuple[str, ...]]:
         return None, (f"images are refused: {error}",)
 
 
+def cache_room(model: PreTrainedModel, context: int) -> tuple[int | None, tuple[str, ...]]:
+    """Tokens that the KV cache may hold in the GPU's free memory, and a note if they limit the context.
+
+    None on a CPU. Raises UsageError if the memory is too small for a useful cache.
+    """
+    if model.device.type != "cuda":
+        return None, ()
+    config = model.config.get_text_config()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * size * model.dtype.itemsize
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(model.device)
+    room = int(CACHE_SHARE * free) // token_bytes // LENGTH_STEP * LENGTH_STEP
+    memory = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB are free; a token takes {token_bytes:,} bytes"
+    if room < min(context, SLOT_TOKENS):
+        raise UsageError(
+            f"the GPU has no room for a KV cache of {min(context, SLOT_TOKENS)} tokens: {memory}. Free"
+            " memory, or use another device or a smaller model"
+        )
+    if room < context:
+        return room, (f"the context is {room} tokens instead of {context}: {memory}",)
+    return room, ()
+
+
 class TorchEngine:
     """Embedded engine for a transformers model directory.
 
     Args:
         model_path: directory with config.json, safetensors weights and tokenizer.json.
         version: version of the weights in `model_path`.
-        max_slots: calls that run at once; further calls queue.
+        max_slots: calls that run at once; further calls queue. None is 64 on a CPU; on CUDA what free memory
+            holds, at most 512.
         max_context: prompt plus reply length in tokens; None uses the model's limit.
         device: torch device; None picks CUDA if available.
         dtype: float32, bfloat16 or float16; None means float32 on a CPU and bfloat16 on CUDA.
         seed: seed of the engine; with a call's own seed, or its id, it determines the sampled tokens.
+        cache_tokens: tokens of the KV cache; None is what free memory holds on CUDA, no limit on a CPU.
         prefill_tokens: tokens per prefill step; None chooses by device.
         fixed_steps: decode in steps of fixed shapes, as CUDA graphs where possible; None means on CUDA only.
     """
@@ -189,19 +205,21 @@ class TorchEngine:
         model_path: str | Path,
         *,
         version: int = 0,
-        max_slots: int = 64,
+        max_slots: int | None = None,
         max_context: int | None = None,
         device: str | None = None,
         dtype: str | None = None,
         seed: int = 0,
+        cache_tokens: int | None = None,
         prefill_tokens: int | None = None,
         fixed_steps: bool | None = None,
     ) -> None:
-        if max_slots < 1 or (prefill_tokens is not None and prefill_tokens < 1):
+        if (max_slots is not None and max_slots < 1) or (prefill_tokens is not None and prefill_tokens < 1):
             raise UsageError(f"max_slots {max_slots} and prefill_tokens {prefill_tokens} must be at least 1")
         self._path, self._first_version = Path(model_path), version
         self._base = self._path  # last full weights; adapters are merged into them
         self._max_slots, self._max_context = max_slots, max_context
+        self._cache_tokens = cache_tokens
         self._device, self._dtype = device, dtype
         self._served = ""
         self._seed, self._prefill_tokens = seed, prefill_tokens
@@ -222,7 +240,9 @@ class TorchEngine:
 
     async def __aenter__(self) -> Self:
         if self._thread is not None and self._thread.is_alive():
-            raise RuntimeError("this engine runs already; a gateway or an engine pool enters it itself")
+            raise RuntimeError(
+                "this engine is already running; leave starting it to its gateway or engine pool"
+            )
         self._inbox = SimpleQueue()
         # A separate pool: a compile that times out keeps its thread and must not block other executor work.
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="constraints")
@@ -264,25 +284,39 @@ class TorchEngine:
         )
 
     async def generate(self, call: GenerateRequest) -> AsyncGenerator[Chunk]:
-        info = await self.info()
-        check_call(call, info)
-        pictured = await self._pictured(call, info) if call.images else None
-        walker = await self._walk(call.constraint) if call.constraint else None
-        mailbox = _Mailbox(self._outbox)
-        request = DecodeCall(to_ask(call, self._seed, pictured), mailbox, walker)
-        self._send(request)
+        mailbox = Mailbox(self._outbox)
+        request = await self.submit(call, mailbox)
         ended = False
-        prompt_ids = None if pictured is None else pictured.ids
         try:
             while not ended:
                 chunk = await mailbox.take()
                 ended = chunk.finish is not None
-                if prompt_ids is not None:
-                    chunk, prompt_ids = structs.replace(chunk, prompt_ids=prompt_ids), None
                 yield chunk
         finally:
-            if not ended and self._down is None:
-                self._inbox.put(_Drop(request))
+            if not ended:
+                self.drop(request)
+
+    async def submit(self, call: GenerateRequest, sink: ChunkSink) -> DecodeCall:
+        """Queue a call whose chunks go to `sink`. Raises ValueError for a call that cannot be served."""
+        info = await self.info()
+        check_call(call, info)
+        pictured = await self._pictured(call, info) if call.images else None
+        walker = await self._walk(call.constraint) if call.constraint else None
+        if pictured is not None:
+            sink.prompt_ids = pictured.ids
+        request = DecodeCall(to_ask(call, self._seed, pictured), sink, walker)
+        self._send(request)
+        return request
+
+    def drop(self, request: DecodeCall) -> None:
+        """Cancel a call; one that has ended is ignored."""
+        if self._down is None:
+            self._inbox.put(_Drop(request))
+
+    @property
+    def outbox(self) -> Outbox:
+        """Chunks that wait for the end of the step, for a `ChunkSink`."""
+        return self._outbox
 
     async def _pictured(self, call: GenerateRequest, info: EngineInfo) -> ImagePrompt:
         """Decode the call's images in a thread and expand the prompt; raises ValueError if it is too long."""
@@ -320,7 +354,7 @@ class TorchEngine:
                 return
             if not path:
                 raise UsageError(
-                    f"version {version}: give the path of its weights; this engine loads them itself"
+                    f"version {version} has no path; publish it with the directory of its weights"
                 )
             rounding = Rounding(seed=self._seed, version=version)
             tensors = await asyncio.to_thread(
@@ -378,26 +412,34 @@ class TorchEngine:
         context = longest if self._max_context is None else self._max_context
         if not 2 <= context <= longest:
             raise UsageError(f"max_context {context} must be between 2 and the model's {longest}")
+        room, memory_notes = self._cache_tokens, ()
+        if room is None:
+            room, memory_notes = cache_room(model, context)
+        context = min(context, room or context)
+        max_slots = self._max_slots or DEFAULT_SLOTS
+        if room is not None and self._max_slots is None:
+            max_slots = max(1, min(MAX_SLOTS, room // SLOT_TOKENS))
         layers = model.config.get_text_config().num_hidden_layers
         with torch.inference_mode():
             fitted = fit(model, min(PROBE, context), light=device.type == "cuda")
         if not fitted.exact:
             raise UsageError(
-                f"model path {str(self._path)!r}: log-probabilities are off by {fitted.off:.2g} here, where"
-                f" the model's own {name} explains {fitted.control:.2g}; {type(model).__name__} is not"
-                " supported by the embedded engine, or its weights are broken"
+                f"model path {str(self._path)!r}: the embedded engine's log-probabilities differ"
+                f" by {fitted.off:.2g} from the model's own, of which rounding to {name} explains only"
+                f" {fitted.control:.2g}; {type(model).__name__} is not supported, or the weights are broken"
             )
         vision, notes = load_vision(self._path)
         mrope = vision is not None and vision.mrope
         slots = KVCache(
             layers,
-            self._max_slots,
+            max_slots,
             context,
             dtype,
             device,
             fitted.ways,
             image_id=vision.image_id if vision else None,
             mrope=mrope,
+            max_tokens=room,
         )
         fixed = device.type == "cuda" if self._fixed_steps is None else self._fixed_steps
         if fixed and mrope:
@@ -411,8 +453,8 @@ class TorchEngine:
             max_context=context,
             prefill_tokens=self._prefill_tokens or PREFILL_TOKENS.get(device.type, PREFILL_TOKENS["cpu"]),
             weights=[parameter.tensor for parameter in self._parameters],
-            steps=CudaGraphRunner(model, slots, self._max_slots) if fixed else None,
-            notes=(*fitted.notes, *notes),
+            steps=CudaGraphRunner(model, slots, max_slots) if fixed else None,
+            notes=(*fitted.notes, *notes, *memory_notes),
             images=ImageEncoder(vision) if vision else None,
         )
 

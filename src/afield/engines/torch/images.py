@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from afield.engines.torch.kv_cache import ForwardInputs, KVCache
+from afield.models.vision import ImageFeatures, PixelInputs, Vision, concat_features
 from afield.types import Image
-from afield.vision import ImageFeatures, PixelInputs, Vision, concat_features
 
 PLACES = 24  # bits of an id for the index of a feature in its image
 NUMBERS = 100_000  # images whose number is remembered; a forgotten image gets a new number
@@ -140,16 +140,16 @@ class ImageEncoder:
         return head(hidden[:, -1])
 
     def _of(self, model: PreTrainedModel, number: int) -> ImageFeatures:
-        known = self._features.pop(number, None)
-        if known is None:
-            (known,) = self.vision.features(model, [self._pictures[number]])
+        features = self._features.pop(number, None)
+        if features is None:
+            (features,) = self.vision.features(model, [self._pictures[number]])
             self.computed += 1
-        self._features[number] = known
-        held = sum(_size(features) for features in self._features.values())
+        self._features[number] = features
+        held = sum(map(_size, self._features.values()))
         while held > ROOM and len(self._features) > 1:
             _, gone = self._features.popitem(last=False)
             held -= _size(gone)
-        return known
+        return features
 
 
 def key(number: int, place: int) -> int:

@@ -84,6 +84,7 @@ class KVCache(Cache):
         ways: DecodeKernels | None = None,
         image_id: int | None = None,
         mrope: bool = False,
+        max_tokens: int | None = None,
     ):
         """Create an empty cache.
 
@@ -96,6 +97,7 @@ class KVCache(Cache):
             ways: decode kernels of fixed steps; None for the model's own attention.
             image_id: id that the model sees in place of the negative ids of image tokens.
             mrope: whether tokens have three positions (M-RoPE), which differ from their cache positions.
+            max_tokens: tokens of all slots together, from the device's memory; None is no limit.
         """
         super().__init__(layers=[])
         self._image_id = image_id
@@ -103,6 +105,7 @@ class KVCache(Cache):
         self.ways = ways
         self.lanes: Lanes | None = None
         self._max_slots, self._max_length = max_slots, max_length
+        self._max_tokens = max_tokens
         self._dtype, self._device = dtype, device
         self._keys: list[Tensor | None] = [None] * layers
         self._values: list[Tensor | None] = [None] * layers
@@ -110,6 +113,7 @@ class KVCache(Cache):
         self._computed = np.zeros(0, dtype=np.int64)
         self._busy = np.zeros(0, dtype=bool)
         self._used = np.zeros(0, dtype=np.int64)
+        self._needs = np.zeros(0, dtype=np.int64)  # ids that each busy slot may reach
         self._clock = 0
         self._peak = 0
         self.moves = 0
@@ -127,29 +131,70 @@ class KVCache(Cache):
 
     # --- slots ------------------------------------------------------------------------------------
 
-    def take(self, prompt: Sequence[int], mrope: np.ndarray | None = None) -> tuple[int, int] | None:
-        """Claim a slot for the prompt; returns the slot and the number of reused ids, None if all are busy.
+    def take(
+        self, prompt: Sequence[int], mrope: np.ndarray | None = None, *, room: int = 0
+    ) -> tuple[int, int] | None:
+        """Claim a slot for the prompt and `room` more ids; returns the slot and the number of reused ids.
 
-        At least one id stays to be computed: the distribution of the next token comes from it. `mrope` are
-        the M-RoPE positions of the prompt, `[3, length]`; None counts from 0.
+        None if all slots are busy, or if the memory is full. At least one id stays to be computed: the
+        distribution of the next token comes from it. `mrope` are the M-RoPE positions of the prompt,
+        `[3, length]`; None counts from 0.
         """
         busy = int(self._busy.sum())
         if busy == self._max_slots:
             return None
-        self._peak = max(self._peak, busy + 1)
         ids = np.asarray(prompt, dtype=np.int64)
-        self._reserve(busy + 1, len(ids))
+        length = len(ids) if self._max_tokens is None else min(len(ids) + room, self._max_length)
+        if not self._fit(busy + 1, length):
+            return None
+        self._peak = max(self._peak, busy + 1)
+        self._reserve(busy + 1, length)
         source, reused = self._longest_prefix(ids)
         slot = source
         if self._busy[source] or 2 * reused < self._computed[source]:
             slot = self._least_useful()
             self._copy(source, slot, reused)
         self._busy[slot] = True
+        self._needs[slot] = _round_up(length)
         self._computed[slot] = reused
         self._ids[slot, : len(ids)] = ids
         if self._mrope is not None:
             self._mrope[:, slot, : len(ids)] = np.arange(len(ids)) if mrope is None else mrope
         return slot, reused
+
+    def _fit(self, rows: int, length: int) -> bool:
+        """Whether the memory has room for `rows` slots of `length` ids; gives up idle memory for it.
+
+        Slots above the ones that fit must be idle, so a long call waits until they are.
+        """
+        if self._max_tokens is None:
+            return True
+        needed = max(_round_up(length), int(self._needs[self._busy].max(initial=0)))
+        if rows > self._max_tokens // max(needed, self.length):
+            self._resize(self.rows, min(needed, self.length))  # a longer call has ended
+        most = self._max_tokens // max(needed, self.length)
+        if rows > most or self._busy[most:].any():
+            return False
+        if most < self.rows:
+            self._resize(most, self.length)
+        return True
+
+    def _resize(self, rows: int, length: int) -> None:
+        """Drop slots and ids beyond `rows` and `length`, which no busy slot needs."""
+        if (rows, length) == self._ids.shape:
+            return
+        self._ids = self._ids[:rows, :length].copy()
+        self._computed = np.minimum(self._computed[:rows], length)
+        self._busy, self._used, self._needs = (
+            array[:rows].copy() for array in (self._busy, self._used, self._needs)
+        )
+        if self._mrope is not None:
+            self._mrope = self._mrope[:, :rows, :length].copy()
+        self.moves += 1
+        for memory in (self._keys, self._values):
+            for layer, old in enumerate(memory):
+                if old is not None:
+                    memory[layer] = old[: rows + 1, :length].clone()
 
     def restart(self, slot: int) -> None:
         """Mark all ids of the slot as not computed."""
@@ -206,7 +251,7 @@ class KVCache(Cache):
         slot = int(free[self._used[free].argmin()])
         rows = len(self._busy)
         # Grow to twice the peak concurrency: idle conversations keep their prefix, one caller needs little.
-        if self._computed[slot] and rows < min(2 * self._peak, self._max_slots):
+        if self._computed[slot] and rows < min(2 * self._peak, self._most_rows(self.length)):
             self._reserve(rows + 1, 0)
             return rows
         return slot
@@ -223,16 +268,18 @@ class KVCache(Cache):
         if rows <= have_rows and length <= have_length:
             return
         if rows > have_rows:
-            rows = min(max(rows, 2 * have_rows, FIRST_ROWS), self._max_slots)
+            rows = min(max(rows, 2 * have_rows, FIRST_ROWS), self._most_rows(max(length, have_length)))
         if length > have_length:
             first = FIRST_LENGTH.get(self._device.type, FIRST_LENGTH["cuda"])
-            length = min(_round_up(max(length, 2 * have_length, first)), _round_up(self._max_length))
+            wanted = min(_round_up(max(length, 2 * have_length, first)), _round_up(self._max_length))
+            fits = max(rows, have_rows) <= self._most_rows(wanted)
+            length = wanted if fits else _round_up(length)
         rows, length = max(rows, have_rows), max(length, have_length)
         self._ids = _grown(self._ids, rows, length)
         if self._mrope is not None:
             self._mrope = np.stack([_grown(axis, rows, length) for axis in self._mrope])
-        self._computed, self._busy, self._used = (
-            np.pad(a, (0, rows - have_rows)) for a in (self._computed, self._busy, self._used)
+        self._computed, self._busy, self._used, self._needs = (
+            np.pad(a, (0, rows - have_rows)) for a in (self._computed, self._busy, self._used, self._needs)
         )
         self.moves += 1
         for memory in (self._keys, self._values):
@@ -240,6 +287,12 @@ class KVCache(Cache):
                 if old is not None:
                     new = memory[layer] = self._zeros(rows, length, old.shape[2], old.shape[3])
                     new[:have_rows, :have_length] = old[:have_rows]
+
+    def _most_rows(self, length: int) -> int:
+        """Most slots of `length` ids."""
+        if self._max_tokens is None:
+            return self._max_slots
+        return min(self._max_slots, self._max_tokens // _round_up(length))
 
     def _zeros(self, rows: int, length: int, heads: int, dim: int) -> Tensor:
         # Not torch.empty: a masked NaN times an attention weight of 0 is still NaN.

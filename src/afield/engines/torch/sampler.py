@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from afield.bitmasks import restrict
+from afield.models.bitmasks import restrict
 
 BLOCK = 128
 # (logits, temperatures, block size) -> highest score of each block, and its sum of exp(score - highest).
@@ -126,13 +126,13 @@ def pick(
     index = torch.searchsorted(running, _below(target, running), right=True).clamp_(max=weights.shape[1] - 1)
     block = torch.where(greedy[:, None], tops.argmax(dim=-1, keepdim=True), index)
     # Sums in different orders differ by rounding: the rest can be slightly below 0 or too high.
-    rest = (target - running.gather(1, block) + weights.gather(1, block)).clamp_(min=0)
+    remainder = (target - running.gather(1, block) + weights.gather(1, block)).clamp_(min=0)
     at = block * BLOCK + torch.arange(BLOCK, device=logits.device)
     beyond = at >= logits.shape[1]
     scores = logits.gather(1, at.clamp(max=logits.shape[1] - 1)).float() / divisor[:, None]
     scores = scores.masked_fill_(beyond, float("-inf"))
     inside = (scores - top).double().exp().cumsum(dim=-1)
-    index = torch.searchsorted(inside, _below(rest, inside), right=True).clamp_(max=BLOCK - 1)
+    index = torch.searchsorted(inside, _below(remainder, inside), right=True).clamp_(max=BLOCK - 1)
     place = torch.where(greedy[:, None], scores.argmax(dim=-1, keepdim=True), index)
     logprobs = (scores.gather(1, place) - top).double() - total.log()
     return (block * BLOCK + place)[:, 0].clamp_(max=logits.shape[1] - 1), logprobs[:, 0].float()

@@ -29,9 +29,9 @@ from transformers import (
 
 from afield.engines.lora import TENSORS, AdapterConfig, is_adapter, read_config
 from afield.errors import UsageError
-from afield.model_lock import ALONE
-from afield.rounding import DTYPES, PublishedUpdate, Rounding, measure_update, read_rounding, rounded
-from afield.vision import has_vision, tensor_name
+from afield.models.model_lock import ALONE
+from afield.models.rounding import DTYPES, PublishedUpdate, Rounding, measure_update, read_rounding, rounded
+from afield.models.vision import has_vision, tensor_name
 
 log = logging.getLogger(__name__)
 KEPT = 0.9  # share of an adapter that must survive rounding; below it, a warning is logged
@@ -244,7 +244,9 @@ def _changes(path: Path, base: Mapping[str, Tensor]) -> dict[str, _Change]:
     factors: dict[str, dict[str, Tensor]] = {}
     for name, tensor in _read_file(path / TENSORS).items():
         if (match := FACTOR.fullmatch(name)) is None:
-            raise UsageError(f"adapter {str(path)!r} has the tensor {name!r}, which is no factor of a weight")
+            raise UsageError(
+                f"adapter {str(path)!r} has the tensor {name!r}, which is not a lora_A or lora_B"
+            )
         factors.setdefault(match["layer"], {})[match["factor"]] = tensor.float()
     changes: dict[str, _Change] = {}
     for layer, pair in factors.items():

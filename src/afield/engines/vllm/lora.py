@@ -169,8 +169,8 @@ class VllmAdapters:
             room = config.lora_config.max_loras if config.lora_config else 0
         elif (room := await self._room_by_metrics()) is None:
             raise UsageError(
-                f"{self._http.url} does not tell how many adapters it takes: {self._silent}, and /metrics"
-                f" names no max_lora; {REMEDY}"
+                f"{self._http.url} does not report how many adapters it can hold ({self._silent};"
+                f" /metrics has no max_lora); {REMEDY}"
             )
         if room < LEAST:
             has = "no adapters" if not room else f"{room} adapter at a time"

@@ -24,7 +24,7 @@ from afield.errors import Unavailable, UsageError
 
 SHOWN = 300
 RESET = "/reset_prefix_cache?reset_running_requests=true"
-KEEPS = "does not give up what the old weights computed; POST /reset_prefix_cache says success false"
+KEEPS = "keeps its prefix cache of the old weights: POST /reset_prefix_cache fails; start it again"
 RESET_PAUSES_S = (0.0, 0.05, 0.1, 0.3, 0.5, 1.0, 2.0)  # the reset fails while block transfers are running
 
 
@@ -55,7 +55,7 @@ class VllmTransfer:
         yield
         if self._version is not None:
             raise UsageError(
-                f"{self.url}: version {version} was not finished; send the weights before leaving"
+                f"{self.url}: version {version} was not sent; send it inside `with transfer.publishing(...)`"
             )
 
     # --- protocol of vLLM's weight senders ----------------------------------------------------------
@@ -66,7 +66,10 @@ class VllmTransfer:
     def start_weight_update(self) -> None:
         """Pause generation and start an update; resumes on failure unless earlier parts were sent."""
         if self._version is None:
-            raise UsageError(f"{self.url}: say which version is sent, with `publishing`")
+            raise UsageError(
+                f"{self.url}: the version of the weights is unknown; send them inside"
+                " `with transfer.publishing(version)`"
+            )
         self._post("/pause?mode=keep")
         try:
             self._post("/start_weight_update")

@@ -167,7 +167,7 @@ class VllmSample:
             candidates = [[(int(name.removeprefix(TOKEN_ID)), p) for name, p in top.items()] for top in named]
         if len(candidates) != len(ids):
             raise Unavailable(
-                f"{where} gave {len(ids)} ids but the likeliest tokens of {len(candidates)} places"
+                f"{where} gave {len(ids)} ids but top log-probabilities of {len(candidates)} positions"
             )
         self.tops += [_likeliest(top, token, self._count) for top, token in zip(candidates, ids, strict=True)]
 
@@ -221,7 +221,7 @@ def _sampling(call: GenerateRequest, limit: int) -> dict[str, Any]:
     # With the stop string included in the output, the server need not hold tokens back to trim it.
     strings = {"stop": call.stop, "include_stop_str_in_output": True} if call.stop else {}
     scores = {} if call.prompt_logprobs is None else {"prompt_logprobs": call.prompt_logprobs}
-    # With vLLM's default backend, xgrammar, a structural tag gives the same masks as `afield.masks`.
+    # With vLLM's default backend, xgrammar, a structural tag gives the same masks as `afield.models.masks`.
     held = {"structured_outputs": {"structural_tag": call.constraint.grammar}} if call.constraint else {}
     return {
         **strings,

@@ -49,20 +49,20 @@ class _SharedClient:
     ) -> tuple[settings.VerlRun, RolloutClient, clients.GatewayConnection]:
         with self._lock:
             if self.opened is None:
-                given = settings.read(config)
-                if given.trainer.estimator == REMAX:
+                run = settings.read(config)
+                if run.trainer.estimator == REMAX:
                     raise UsageError(
                         "remax needs a greedy rollout beside each group, which veRL's own manager does not"
                         " run: set agent_loop_manager_class=afield.integrations.verl.Manager"
                     )
-                if given.settings.credit == "turns":
+                if run.settings.credit == "turns":
                     raise UsageError(
-                        "afield.credit=turns cannot be had with veRL's own agent loop, which takes one reward"
-                        " for a row: set agent_loop_manager_class=afield.integrations.verl.Manager"
+                        "afield.credit=turns does not work with veRL's own agent loop, which takes one"
+                        " reward per row: set agent_loop_manager_class=afield.integrations.verl.Manager"
                     )
-                gateway = clients.connect_gateway(given, llm_client)
-                client = clients.client(given, gateway, part=f"worker-{os.getpid()}")
-                self.opened = given, client, gateway
+                gateway = clients.connect_gateway(run, llm_client)
+                client = clients.client(run, gateway, part=f"worker-{os.getpid()}")
+                self.opened = run, client, gateway
                 gateway.when_gone(self._give_up)
             return self.opened
 
@@ -88,7 +88,7 @@ class AgentLoop(AgentLoopBase):
     """Runs one rollout per call."""
 
     async def run(self, sampling_params: dict[str, Any], **prompt: Any) -> list[AgentLoopOutput]:
-        given, client, gateway = SHARED.opened or await self.loop.run_in_executor(
+        run, client, gateway = SHARED.opened or await self.loop.run_in_executor(
             None, SHARED.get, self.config, self.server_manager
         )
         rollout = Rollout(
@@ -96,10 +96,10 @@ class AgentLoop(AgentLoopBase):
             exp_id=client.config.exp_id,
             group_id=str(prompt["uid"]),
             task=task_of(prompt),
-            sampling=_sampling(sampling_params, given.trainer.sampling),
+            sampling=_sampling(sampling_params, run.trainer.sampling),
         )
         try:
-            session = await _session(client, rollout, given, int(prompt["session_id"]))
+            session = await _session(client, rollout, run, int(prompt["session_id"]))
         except (asyncio.CancelledError, futures.CancelledError, UsageError) as error:
             if SHARED.gone is None:
                 raise
@@ -114,20 +114,20 @@ class AgentLoop(AgentLoopBase):
 
 
 async def _session(
-    client: RolloutClient, rollout: Rollout, given: settings.VerlRun, number: int
+    client: RolloutClient, rollout: Rollout, run: settings.VerlRun, number: int
 ) -> rows.RolloutRows | str:
     try:
         finished = await client.begin(rollout)
     except RolloutFailure as error:
         return f"{error.kind}/{error.reason}: {error}"
-    vision = rows.vision_of(given.trainer.model)
+    vision = rows.vision_of(run.trainer.model)
     return rows.rollout_rows(
         finished,
         number,
-        floor=given.settings.floor,
-        branches=given.branches,
+        floor=run.settings.floor,
+        branches=run.branches,
         image_id=vision.image_id if vision else None,
-        credit=given.credit,
+        credit=run.credit,
     )
 
 

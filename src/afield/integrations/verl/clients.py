@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ray  # pyright: ignore[reportMissingImports]
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from afield import connect
 from afield.client import RolloutClient
@@ -57,17 +57,18 @@ class GatewayConnection(Struct, frozen=True):
         self.actor.death.remote().future().add_done_callback(ended)
 
 
-def client(given: VerlRun, gateway: GatewayConnection, part: str = "") -> RolloutClient:
+def client(run: VerlRun, gateway: GatewayConnection, part: str = "") -> RolloutClient:
     """A started client. Each process needs its own `part` of the run directory."""
-    settings, trainer = given.settings, given.trainer
+    settings, trainer = run.settings, run.trainer
     limits = RateLimits(
         rate_per_s=settings.launch_rate, cold_start_s=settings.cold_start_s, starting=settings.launching
     )
     folder = Path(trainer.folder).expanduser().absolute()
-    return connect.client(
+    client = connect.client(
         gateway=gateway.url,
         admin_key=gateway.admin_key,
         agent=settings.agent or None,
+        agent_args=settings.agent_args,
         runtime=settings.runtime,
         transport=settings.transport,
         exp_id=f"{trainer.name}.{part}" if part else trainer.name,
@@ -76,10 +77,11 @@ def client(given: VerlRun, gateway: GatewayConnection, part: str = "") -> Rollou
         process_per_rollout=settings.process_per_rollout,
         rate_limits=limits,
         limiter_file=settings.limiter_file or None,
+        limiter_url=settings.limiter_url or None,
         options=dict(settings.options) or None,
         rollouts=trainer.rollouts,
         val_rollouts=trainer.val_rollouts,
-        quorum=given.quorum,
+        quorum=run.quorum,
         concurrency=settings.concurrency,
         retries=retries_of(settings),
         sampling=trainer.sampling,
@@ -89,16 +91,18 @@ def client(given: VerlRun, gateway: GatewayConnection, part: str = "") -> Rollou
         unavailable_timeout_s=settings.unavailable_timeout_s,
         rewards=tuple(settings.rewards),
         **values_of(settings, Deadlines),
-    ).start()
+    )
+    client.info = structs.replace(client.info, kind="verl", model=trainer.model)
+    return client.start()
 
 
-def connect_gateway(given: VerlRun, llm_client: Any) -> GatewayConnection:
+def connect_gateway(run: VerlRun, llm_client: Any) -> GatewayConnection:
     """Connect to the configured gateway or the backend's, or start one in front of veRL's servers."""
-    settings, trainer = given.settings, given.trainer
+    settings, trainer = run.settings, run.trainer
     if settings.gateway:
         key = Environment.read().admin_key
         if not key:
-            raise UsageError(f"the gateway at {settings.gateway} wants its admin key in AFIELD_ADMIN_KEY")
+            raise UsageError(f"the gateway at {settings.gateway} needs an admin key: set AFIELD_ADMIN_KEY")
         return GatewayConnection(settings.gateway, key)
     if trainer.backend == OWN_BACKEND:
         from afield.integrations.verl.gateway_actor import gateway_actor
@@ -107,9 +111,9 @@ def connect_gateway(given: VerlRun, llm_client: Any) -> GatewayConnection:
         info = ray.get(actor.gateway.remote(), timeout=RAY_TIMEOUT_S)
         return GatewayConnection(info.local_url, info.admin_key, actor=actor)
     if trainer.backend in SERVERS:
-        return _start_in_front(given, addresses(llm_client))
+        return _start_in_front(run, addresses(llm_client))
     raise UsageError(
-        f"actor_rollout_ref.rollout.name={trainer.backend} serves no token ids that afield can ask for;"
+        f"actor_rollout_ref.rollout.name={trainer.backend} cannot be called with token ids by afield;"
         f" choose one of: {OWN_BACKEND}, {', '.join(SERVERS)}, or name a gateway with afield.gateway"
     )
 
@@ -125,11 +129,11 @@ def addresses(llm_client: Any) -> list[str]:
     return sorted(servers)
 
 
-def _start_in_front(given: VerlRun, servers: list[str]) -> GatewayConnection:
+def _start_in_front(run: VerlRun, servers: list[str]) -> GatewayConnection:
     """Start a gateway whose engines are veRL's servers, held by an actor of this job."""
     from afield.integrations.verl.gateway_actor import GatewayActor, GatewayOptions
 
-    settings, trainer = given.settings, given.trainer
+    settings, trainer = run.settings, run.trainer
     if trainer.mode == "colocate_async" or (trainer.mode == "separate_async" and trainer.hybrid):
         raise UsageError(
             f"in mode {trainer.mode} veRL puts {trainer.backend} to sleep under agents that call it; use"

@@ -77,7 +77,7 @@ def task_of(prompt: Mapping[str, Any]) -> Task:
         try:
             return Task(str(extra["task_id"]), msgspec.json.decode(text, type=dict[str, Any]))
         except (msgspec.MsgspecError, ValueError) as error:
-            raise UsageError(f"extra_info.task of row {extra['task_id']!r} is no task: {error}") from error
+            raise UsageError(f"extra_info.task of row {extra['task_id']!r} is not a task: {error}") from error
     row = {name: value for name, value in prompt.items() if name not in VERL_COLUMNS}
     row.setdefault("prompt", prompt.get("raw_prompt"))
     try:

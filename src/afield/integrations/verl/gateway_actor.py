@@ -26,16 +26,19 @@ from msgspec import Struct
 
 from afield import factory
 from afield.errors import Unavailable, UsageError
-from afield.private_files import private_directory
+from afield.sdk.listen import listen
 from afield.settings.environment import Environment, agent_environment
 from afield.settings.gateway import GatewaySettings
 from afield.settings.trainer import EngineDtype
+from afield.utils.private_files import private_directory
 
 START_TIMEOUT_S = 600.0
 """Time for the gateway to start and load a large model, in seconds."""
 POLL_INTERVAL_S = 0.5
 """Interval between checks of the gateway process, in seconds."""
 WILDCARD_HOSTS = ("0.0.0.0", "::")
+OWN_VLLM = "vllm"
+"""Engine specification that starts a vLLM server for each replica."""
 
 
 class GatewayOptions(Struct, frozen=True):
@@ -45,7 +48,8 @@ class GatewayOptions(Struct, frozen=True):
     """Directory of the store and of published weights; shared by the trainer's first rank, the gateway and
     its engines."""
     engine: str | list[str] = "torch"
-    """Engine specification, or several; see `afield.factory.engines`."""
+    """Engine specification, or several; see `afield.factory.engines`. `vllm` starts a vLLM server for each
+    of veRL's replicas."""
     host: str = "127.0.0.1"
     """Host to listen on."""
     port: int = 0
@@ -54,8 +58,8 @@ class GatewayOptions(Struct, frozen=True):
     """Address for agents; empty uses the host and port."""
     outcomes: str = ""
     """Transport to which outcomes are forwarded; empty forwards none."""
-    slots: int = 64
-    """Concurrent calls of the embedded engine."""
+    slots: int = 0
+    """Concurrent calls of the embedded engine; 0 chooses by device and memory."""
     seed: int = 0
     """Seed of sampling and rounding."""
     engine_dtype: EngineDtype = "auto"
@@ -64,10 +68,26 @@ class GatewayOptions(Struct, frozen=True):
     """Number of gateway processes."""
     gpus: float = 0.0
     """GPUs that Ray assigns to the embedded engine."""
+    vllm_python: str = ""
+    """Interpreter of the environment with vLLM, for engine `vllm`; empty is veRL's own."""
+    vllm_args: list[str] = []
+    """Further arguments of the vLLM servers, for engine `vllm`."""
+    vllm_start_timeout_s: float = 900.0
+    """Time for a vLLM server to load its model, for engine `vllm`, in seconds."""
 
     @property
     def engines(self) -> list[str]:
         return [self.engine] if isinstance(self.engine, str) else list(self.engine)
+
+    @property
+    def starts_vllm(self) -> bool:
+        """Whether each replica has a vLLM server of its own."""
+        if OWN_VLLM in self.engines and len(self.engines) > 1:
+            raise UsageError(
+                f"afield.engine={self.engines}: {OWN_VLLM} without an address starts the servers of this job"
+                " and cannot be mixed with others; name it alone, or give addresses only"
+            )
+        return self.engines == [OWN_VLLM]
 
 
 class GatewayInfo(Struct, frozen=True):
@@ -118,38 +138,67 @@ class GatewayActor:
     def __init__(self, options: GatewayOptions, model: str) -> None:
         folder = Path(options.folder).absolute()
         self._lock = _lock_directory(folder)
-        weights = folder / "weights"
-        shutil.rmtree(weights, ignore_errors=True)
-        weights.mkdir(parents=True)
-        self._process = _started(options, model, folder / f"store-{time.strftime('%Y%m%d-%H%M%S')}")
-        announced = _announced(self._process)
+        self._weights = folder / "weights"
+        shutil.rmtree(self._weights, ignore_errors=True)
+        self._weights.mkdir(parents=True)
+        self._options, self._model = options, model
+        self._servers: dict[int, str] = {}
+        self._starting = asyncio.Lock()
+        self._running: tuple[subprocess.Popen[bytes], GatewayInfo] | None = None
+        if not options.starts_vllm:
+            self._running = self._start(options.engines)
+
+    def _start(self, engines: list[str]) -> tuple[subprocess.Popen[bytes], GatewayInfo]:
+        options = self._options
+        store = self._weights.parent / f"store-{time.strftime('%Y%m%d-%H%M%S')}"
+        process = _started(options, engines, self._model, store)
+        announced = _announced(process)
         local_url = announced["local_url"]
         if options.host in WILDCARD_HOSTS:
             local_url = f"http://{ray.util.get_node_ip_address()}:{urlsplit(local_url).port}"
-        self._gateway = GatewayInfo(
+        return process, GatewayInfo(
             announced["url"],
             local_url,
             announced["admin_key"],
-            model,
-            str(weights),
+            self._model,
+            str(self._weights),
             seed=options.seed,
             engine_dtype=options.engine_dtype,
         )
 
+    async def add_server(self, rank: int, url: str, servers: int) -> None:
+        """Add the vLLM server of a replica; the gateway starts when all `servers` are there."""
+        self._servers[rank] = url
+        async with self._starting:
+            if self._running is None and len(self._servers) == servers:
+                engines = [f"{OWN_VLLM}={url}" for _, url in sorted(self._servers.items())]
+                self._running = await asyncio.to_thread(self._start, engines)
+
+    def _current(self) -> tuple[subprocess.Popen[bytes], GatewayInfo]:
+        if self._running is None:
+            raise UsageError(
+                f"the gateway has {len(self._servers)} vLLM servers and waits for others; veRL launches them"
+                " where it trains (in mode sync leave actor_rollout_ref.rollout.nnodes at 0), or on nodes of"
+                " their own (separate_async)"
+            )
+        return self._running
+
     async def gateway(self) -> GatewayInfo:
-        if self._process.poll() is not None:
+        process, info = self._current()
+        if process.poll() is not None:
             raise Unavailable(self._ended())
-        return self._gateway
+        return info
 
     async def death(self) -> str:
         """Wait until the gateway has ended; returns how."""
-        while self._process.poll() is None:
+        process, _ = self._current()
+        while process.poll() is None:
             await asyncio.sleep(POLL_INTERVAL_S)
         return self._ended()
 
     def _ended(self) -> str:
-        code = self._process.poll()
-        return f"the gateway at {self._gateway.url} has ended with status {code}; see its log"
+        process, info = self._current()
+        return f"the gateway at {info.url} has ended with status {process.poll()}; see its log"
 
     async def _no_op(self, *_: Any, **__: Any) -> None:
         """No-op that veRL expects; see the class."""
@@ -176,15 +225,20 @@ def _lock_directory(folder: Path) -> Any:
     return lock
 
 
-def _started(options: GatewayOptions, model: str, store: Path) -> subprocess.Popen[bytes]:
+def _started(options: GatewayOptions, engines: list[str], model: str, store: Path) -> subprocess.Popen[bytes]:
     """Start the gateway; its log goes to the actor's log."""
+    port, public_url = options.port, options.public_url
+    if options.host in WILDCARD_HOSTS and not public_url:
+        with listen(options.host, port) as free:
+            port = free.getsockname()[1]
+        public_url = f"http://{ray.util.get_node_ip_address()}:{port}"
     settings = GatewaySettings(
         model=model,
-        engine=tuple(options.engines),
+        engine=tuple(engines),
         store=str(store),
         host=options.host,
-        port=options.port,
-        public_url=options.public_url,
+        port=port,
+        public_url=public_url,
         admin_key=f"afa-{secrets.token_urlsafe(24)}",
         outcomes=options.outcomes or Environment.read().outcomes,
         processes=options.processes,

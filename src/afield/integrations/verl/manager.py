@@ -25,13 +25,17 @@ from afield.integrations.verl import baselines, rows, settings
 from afield.integrations.verl.dataset import task_of
 from afield.orchestrator.groups import greedy
 from afield.orchestrator.state import RolloutStore
-from afield.token_account import ExclusionWatch, TokenAccount, listed
-from afield.types import Rollout, Sampling, Split
+from afield.runs.token_account import ExclusionWatch, TokenAccount, listed
+from afield.types import Rollout, RolloutResult, Sampling, Split
 
 if TYPE_CHECKING:
     from afield.integrations.verl.clients import GatewayConnection
 
 log = logging.getLogger(__name__)
+MAX_ROLLOUT_BYTES = 50 * 10**9
+"""Size of rollouts/ above which files of the oldest steps are removed."""
+KEPT_STEPS = 3
+"""Newest steps whose rollouts are kept in any case."""
 
 
 class TransferQueue:
@@ -144,13 +148,13 @@ class Manager:
     """Agent loop manager of veRL: starts rollouts for its batches and writes their rows to TransferQueue."""
 
     def __init__(
-        self, given: settings.VerlRun, client: RolloutClient, queue: TransferQueue, gateway: GatewayConnection
+        self, run: settings.VerlRun, client: RolloutClient, queue: TransferQueue, gateway: GatewayConnection
     ) -> None:
-        self._given = given
+        self._run = run
         self._client = client
         self._queue = queue
         self._gateway = gateway
-        self._rollout_store = RolloutStore(client.rundir.rollout_store)
+        self._rollout_store = RolloutStore(client.rundir.rollout_store, index=client.rundir.index)
         self._writer = ThreadPoolExecutor(1, "afield-verl")  # one thread keeps writes in order
         self._lock = threading.Lock()
         self._open: dict[str, str] = {}  # partition by uid of the prompts that veRL waits for
@@ -159,7 +163,7 @@ class Manager:
         self._excluded = ExclusionWatch()
         self._version = 0
         self._baselines = baselines.Baselines()
-        self._vision = rows.vision_of(given.trainer.model)
+        self._vision = rows.vision_of(run.trainer.model)
 
     @classmethod
     def create(
@@ -170,7 +174,7 @@ class Manager:
         reward_loop_worker_handles: Any = None,
     ) -> Self:
         """Called by veRL once its rollout servers run."""
-        given = settings.read(config)
+        run = settings.read(config)
         if teacher_client is not None:
             raise UsageError("rows of agents have no teacher's log-probabilities; switch distillation off")
         if reward_loop_worker_handles is None:
@@ -180,9 +184,9 @@ class Manager:
             )
         from afield.integrations.verl import clients
 
-        gateway = clients.connect_gateway(given, llm_client)
-        manager = cls(given, clients.client(given, gateway), TransferQueue(), gateway)
-        if given.trainer.estimator == baselines.REMAX:
+        gateway = clients.connect_gateway(run, llm_client)
+        manager = cls(run, clients.client(run, gateway), TransferQueue(), gateway)
+        if run.trainer.estimator == baselines.REMAX:
             baselines.register(manager._baselines)
         atexit.register(manager.close)
         gateway.when_gone(lambda error: manager._submit(manager._give_up, error))
@@ -220,7 +224,7 @@ class Manager:
             rollouts = self._rollouts(prompt, counts.call.split)
             compared = bool(rollouts) and counts.call.split is Split.TRAIN
             greedy_one = None
-            if compared and self._given.trainer.estimator == baselines.REMAX:
+            if compared and self._run.trainer.estimator == baselines.REMAX:
                 greedy_one = self._client.begin(_greedy(rollouts[0]))
             futures = [self._client.begin(rollout) for rollout in rollouts]
             group = PromptGroup(prompt, counts, futures, greedy_one)
@@ -230,7 +234,7 @@ class Manager:
         uid = str(prompt["uid"])
         if "_" in uid:
             raise UsageError(f"uid {uid!r} has a '_', which separates the parts of veRL's row keys")
-        trainer, task = self._given.trainer, task_of(prompt)
+        trainer, task = self._run.trainer, task_of(prompt)
         usual = trainer.val_rollouts if split is Split.VAL else trainer.rollouts
         number = int(prompt.get("__rollout_n__", usual))
         return [
@@ -246,7 +250,7 @@ class Manager:
         ]
 
     def _sampling(self, prompt: dict[str, Any], split: Split) -> Sampling:
-        trainer = self._given.trainer
+        trainer = self._run.trainer
         if split is Split.VAL:
             return trainer.val_sampling
         return trainer.sampling if prompt.get("__do_sample__", True) else greedy(trainer.sampling)
@@ -260,13 +264,13 @@ class Manager:
         call = group.counts.call
         finished = [future.finished() for future in group.futures]
         train = call.split is Split.TRAIN
-        number = min(len(finished), self._given.quorum) if train else 1
-        credit = self._given.credit
+        number = min(len(finished), self._run.quorum) if train else 1
+        credit = self._run.credit
         result = rows.group_rows(
             finished,
             quorum=number,
-            floor=self._given.settings.floor,
-            branches=self._given.branches,
+            floor=self._run.settings.floor,
+            branches=self._run.branches,
             image_id=self._vision.image_id if self._vision else None,
             # Validation reports the reward of the outcome.
             credit=credit if train else structs.replace(credit, turns=False),
@@ -281,7 +285,7 @@ class Manager:
             entry
             for one in result.sessions
             for entry in rows.queue_entries(
-                group.prompt, one, weighted=self._given.weighted, vision=self._vision
+                group.prompt, one, weighted=self._run.weighted, vision=self._vision
             )
         ]
         self._account(group, result, rows.token_account(finished, result))
@@ -290,15 +294,20 @@ class Manager:
         self._queue.mark(group.uid, str(call.split), "failure" if result.dropped else "finished")
         with self._lock:
             self._open.pop(group.uid, None)
-        for future in (*group.futures, *([group.greedy] if group.greedy else [])):
-            self._rollout_store.remove(future.finished().rollout.id)
+        self._keep(call, [*finished, *([group.greedy.finished()] if group.greedy else [])])
+
+    def _keep(self, call: GenerateCall, results: Sequence[RolloutResult]) -> None:
+        """Move rollouts from the rollout store to the file of their step."""
+        self._client.rundir.append_rollouts(call.step, results)
+        for result in results:
+            self._rollout_store.remove(result.rollout.id)
 
     def _with_baseline(self, group: PromptGroup, result: rows.GroupRows) -> rows.GroupRows:
         """Keep the reward of the greedy rollout; a group without one is dropped."""
         assert group.greedy is not None
         greedy_one = group.greedy.finished()
         outcome = greedy_one.outcome
-        reward = rows.baseline(greedy_one, floor=self._given.settings.floor, credit=self._given.credit)
+        reward = rows.baseline(greedy_one, floor=self._run.settings.floor, credit=self._run.credit)
         if reward is None:
             assert outcome.failure is not None
             reason = f"its greedy baseline has no reward: {outcome.failure.kind}/{outcome.failure.reason}"
@@ -313,16 +322,17 @@ class Manager:
         for rollout_id, reason in result.left_out.items():
             log.warning("rollout %s is left out: %s", rollout_id, reason)
         if result.dropped:
-            replaced = "another takes its place" if self._given.trainer.refills else "its step has fewer rows"
+            replaced = "another takes its place" if self._run.trainer.refills else "its step has fewer rows"
             log.warning("group %s is dropped: %s (%s)", group.uid, result.dropped, replaced)
         if group.counts.add(result, tokens):
             log.info("%s", group.counts)
             self._client.rundir.append_metrics(group.counts.line())
+            self._client.rundir.prune_rollouts(MAX_ROLLOUT_BYTES, keep_steps=KEPT_STEPS)
             if call.split is Split.VAL and not group.counts.counts["rows"]:
                 raise NoRewards(f"a validation of {call.groups} tasks without any result: {result.dropped}")
         if call.split is Split.TRAIN:
             self._groups_dropped = self._groups_dropped + 1 if result.dropped else 0
-            if self._groups_dropped >= self._given.settings.fruitless:
+            if self._groups_dropped >= self._run.settings.fruitless:
                 raise NoRewards(
                     f"{self._groups_dropped} groups in a row could not be trained; last: {result.dropped}"
                 )

@@ -24,10 +24,10 @@ from afield.batches.groups import from_groups
 from afield.batches.rewards import turn_returns, turn_rewards, unused_turn_rewards, weigh_rewards
 from afield.batches.rows import Row
 from afield.errors import UsageError
-from afield.exclusions import UntrainedReason
-from afield.token_account import TokenAccount, count_tokens, metric_name
+from afield.models.vision import FAMILIES, Vision, decode_image
+from afield.runs.exclusions import UntrainedReason
+from afield.runs.token_account import TokenAccount, count_tokens, metric_name
 from afield.types import FailureKind, Group, RolloutResult, Turn
-from afield.vision import FAMILIES, Vision, decode_image
 
 if TYPE_CHECKING:
     import torch
@@ -364,8 +364,8 @@ def pixels(session: RolloutRows, row: Row, vision: Vision | None) -> dict[str, A
     if vision is None:
         if row.images:
             raise UsageError(
-                f"rollout {rollout_id} has images, and actor_rollout_ref.model.path has no vision part that"
-                f" is supported ({', '.join(FAMILIES)}); train the model that saw them"
+                f"rollout {rollout_id} has images, but the model in actor_rollout_ref.model.path is not of a"
+                f" supported vision family ({', '.join(FAMILIES)}); train the model that sampled them"
             )
         return {}
     ids, spans = row.token_ids, row.trajectory.images

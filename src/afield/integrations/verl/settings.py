@@ -17,7 +17,7 @@ from msgspec import Struct, field
 
 from afield.errors import UsageError
 from afield.integrations.verl.rows import CreditAssignment
-from afield.settings.environment import from_environment
+from afield.settings.environment import environment_layer
 from afield.settings.fields import Bound, Count
 from afield.settings.rollouts import (
     AgentSettings,
@@ -29,7 +29,7 @@ from afield.settings.rollouts import (
 )
 from afield.settings.sessions import ConstrainedTurns, SessionPolicies
 from afield.settings.trainer import Credit, check_reward_weights
-from afield.settings.values import converted, from_file, merged, with_paths
+from afield.settings.values import SettingsLayer, SettingsLayers, converted, file_layer, with_paths
 from afield.types import Budget, Sampling, check_id
 
 PREFIX = "AFIELD_VERL"
@@ -173,9 +173,9 @@ def read(config: Mapping[str, Any]) -> VerlRun:
     """Read and check the settings in veRL's configuration, a DictConfig or a plain mapping."""
     whole = plain(config)
     settings = read_settings(whole.get("afield") or {})
-    given = VerlRun(settings, _trainer(whole, settings))
-    _check(given, whole)
-    return given
+    run = VerlRun(settings, _trainer(whole, settings))
+    _check(run, whole)
+    return run
 
 
 def plain(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,10 +189,17 @@ def plain(config: Mapping[str, Any]) -> dict[str, Any]:
 def read_settings(block: Mapping[str, Any]) -> VerlSettings:
     if not isinstance(block, Mapping):
         raise UsageError(f"afield = {block!r} must be a block of keys, such as +afield.agent=agent.py:agent")
-    given = merged(from_environment(PREFIX), {key: v for key, v in block.items() if v is not None})
-    file = given.pop("file", "")
-    below = from_file(Path(file).expanduser(), VerlSettings, "verl") if file else {}
-    return converted(merged(below, with_paths(given, VerlSettings, Path.cwd())), VerlSettings, "afield")
+    block = {key: value for key, value in block.items() if value is not None}
+    variables = environment_layer(PREFIX, VerlSettings)
+    file = block.pop("file", "") or variables.values.get("file", "")
+    hydra = SettingsLayer(with_paths(block, VerlSettings, Path.cwd()), lambda key: "afield")
+    above = (
+        SettingsLayer({k: v for k, v in variables.values.items() if k != "file"}, variables.origin),
+        hydra,
+    )
+    below = (file_layer(Path(file).expanduser(), VerlSettings, "verl"),) if file else ()
+    layers = SettingsLayers((*below, *above))
+    return converted(layers.values, VerlSettings, layers.origin)
 
 
 def _trainer(config: dict[str, Any], settings: VerlSettings) -> VerlTrainer:
@@ -234,15 +241,15 @@ def _sampling(values: Mapping[str, Any], max_tokens: int) -> Sampling:
         raise UsageError(f"actor_rollout_ref.rollout: {error}") from error
 
 
-def _check(given: VerlRun, config: dict[str, Any]) -> None:
-    settings, trainer = given.settings, given.trainer
-    if given.quorum > trainer.rollouts:
-        message = f"afield.quorum={given.quorum} is more than the {trainer.rollouts} rollouts of a group"
+def _check(run: VerlRun, config: dict[str, Any]) -> None:
+    settings, trainer = run.settings, run.trainer
+    if run.quorum > trainer.rollouts:
+        message = f"afield.quorum={run.quorum} is more than the {trainer.rollouts} rollouts of a group"
         raise UsageError(f"{message}; lower it, or raise actor_rollout_ref.rollout.n")
     if not config["actor_rollout_ref"]["rollout"].get("calculate_log_probs", True):
         raise UsageError(
-            "rollouts bring their log-probabilities, and without them a drift would go unnoticed:"
-            " set actor_rollout_ref.rollout.calculate_log_probs=True"
+            "veRL would drop the log-probabilities that were recorded while sampling: set"
+            " actor_rollout_ref.rollout.calculate_log_probs=True"
         )
     if trainer.estimator not in ANY_ROWS and settings.branches == "auto":
         message = (

@@ -28,7 +28,7 @@ from afield import factory
 from afield.errors import Unavailable, UsageError
 from afield.gateway.client import HttpGateway
 from afield.integrations.verl.gateway_actor import gateway_info
-from afield.rounding import make_rounding, write_rounding
+from afield.models.rounding import make_rounding, write_rounding
 from afield.trainers.model_directory import copy_but_weights, replaced
 from afield.trainers.publication import Rounder
 from afield.types import Policy
@@ -69,11 +69,14 @@ class ServerAdapter(BaseRollout):
             return
         if wire_format != "named_tensors":
             raise UsageError(
-                f"weights as {wire_format!r} cannot be published; set"
+                f"veRL sends weights in the form {wire_format!r}, which afield cannot publish; set"
                 " actor_rollout_ref.rollout.checkpoint_engine.backend=afield"
             )
         if peft_config is not None:
-            raise UsageError("adapters came without their base; set actor_rollout_ref.model.lora.merge=True")
+            raise UsageError(
+                "veRL sends LoRA adapters without the base weights; set"
+                " actor_rollout_ref.model.lora.merge=True"
+            )
         await send(weights, global_steps, leader=self.is_leader_rank)
 
 
@@ -126,7 +129,7 @@ async def send(weights: Any, version: int | None, *, leader: bool) -> PublishRes
     """Publish the weights. Ranks other than the first only take part in gathering them. A version is
     sent once: veRL may call this once per kind of replica."""
     if version is None:
-        raise UsageError("veRL gave these weights no global step, so they have no version")
+        raise UsageError("veRL sent weights without a global step, which is needed as their policy version")
     if not leader:
         return await _drop(weights)
     gateway = await asyncio.to_thread(gateway_info)
