@@ -49,8 +49,12 @@ def written(tmp_path: Path) -> Path:
             "turn t3: its prompt does not begin with turn t1",
         ),
         (4, lambda row: row.update(prompt_ids=[1, 2]), "turn t3: its prompt does not begin with turn t1"),
-        (4, lambda row: row["turns"][0].update(parent="t9"), "turn t3: its parent t9 is not before it"),
-        (3, lambda row: row["turns"][1].update(parent=""), "turn t2: it follows turn t1 in its row"),
+        (
+            4,
+            lambda row: row["turns"][0].update(parent="t9"),
+            "turn t3: its parent t9 does not come before it",
+        ),
+        (3, lambda row: row["turns"][1].update(parent=""), "turn t2: its row puts it after t1"),
         (3, lambda row: row["logprobs"].__setitem__(0, 5.0), "turn t1: the log-probability 5 is above 0"),
         (3, lambda row: row["logprobs"].__setitem__(0, None), "turn t1: Expected `float`, got `null`"),
         (3, lambda row: row["response_ids"].__setitem__(0, 2**63), "turn t1: token id 9223372036854775808"),
@@ -120,7 +124,9 @@ def test_a_table_that_lacks_a_column_or_a_value_says_which(tmp_path: Path, form:
         lines = table.to_pylist()
         lines[0][name] = None
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(lines, schema=table.schema), path)
-        with pytest.raises(UsageError, match=r"row 0: rollout g-1|rows of 1 rollouts, and its head names"):
+        with pytest.raises(
+            UsageError, match=r"row 0: rollout g-1|rows of 1 rollouts, but its metadata states"
+        ):
             read_parquet(path)
 
 

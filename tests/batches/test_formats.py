@@ -208,7 +208,7 @@ def test_lines_that_do_not_line_up_are_refused(tmp_path: Path, line: int, change
         ("response_mask", 1, [1, 0], r"row 1: rollout g-1, turn t3: the mask is not 1"),
         ("prompt_ids", 1, None, r"row 1: rollout g-1, turn t3: .*prompt_ids"),
         ("score", 0, 9.0, r"row 0: rollout g-1: score is 9.0, its record says"),
-        ("row", 1, None, "3 rows of 4 rollouts, and its head names 4 of 4"),
+        ("row", 1, None, "3 rows of 4 rollouts, but its metadata states 4 of 4"),
     ],
 )
 def test_tables_that_do_not_line_up_are_refused(

@@ -276,7 +276,7 @@ def test_rows_that_are_not_what_was_sampled_are_refused() -> None:
 
 def test_a_row_of_a_turn_that_is_gone_is_refused() -> None:
     good = branching("g-1", 1.0)
-    with pytest.raises(UsageError, match=r"rollout g-1, turn t3: a row owns it, and it is not there"):
+    with pytest.raises(UsageError, match=r"rollout g-1, turn t3: a row has it, but the rollout does not"):
         from_groups([group(structs.replace(good, turns=good.turns[:2]))])
 
 
@@ -292,7 +292,10 @@ def test_nodes_that_do_not_hang_together_are_refused() -> None:
     first, second, third = tree.nodes
     for nodes, says in [
         ((second, first, third), "has the parent 0, which is not above it"),
-        ((first, structs.replace(second, parent=-1), third), r"turn t2: it stands under '' and names 't1'"),
+        (
+            (first, structs.replace(second, parent=-1), third),
+            r"turn t2: its node is below '', its parent is 't1'",
+        ),
         ((first, second, second), "turn t2: it is in the tree more than once"),
         ((structs.replace(first, rollout_id="g-7"),), "no rollout of group g"),
     ]:

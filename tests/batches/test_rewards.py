@@ -84,7 +84,7 @@ def test_named_rewards_are_weighed_and_failures_stay_failures() -> None:
         ({"format": float("nan")}, "weight nan of reward 'format'"),
     ],
 )
-def test_nothing_is_added_up_that_is_not_named(weights: dict[str, float], says: str) -> None:
+def test_weighed_rewards_refuse_missing_and_unknown_names(weights: dict[str, float], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         weigh_rewards(named(format=1.0, answer=0.5), weights)
 
@@ -106,9 +106,9 @@ def test_a_turn_is_named_by_its_id_its_response_or_its_number(given_rewards: dic
 
 
 @pytest.mark.parametrize("name", ["t9", "3", "chatcmpl-g-1.1-t7", "nonsense"])
-def test_a_reward_of_a_turn_that_is_not_there_names_rollout_and_turn(name: str) -> None:
+def test_a_reward_of_a_turn_that_does_not_exist_names_rollout_and_turn(name: str) -> None:
     finished = branching("g-1", 0.0, turn_rewards={name: 1.0})
-    with pytest.raises(UsageError, match=rf"rollout g-1, turn '{name}' .* it has: t1, t2, t3"):
+    with pytest.raises(UsageError, match=rf"rollout g-1, turn '{name}' .* there are: t1, t2, t3"):
         turn_rewards(finished)
     with pytest.raises(UsageError, match="rollout g-1"):
         from_groups([group(finished)])
@@ -288,7 +288,7 @@ async def test_rewards_of_no_turn_are_the_verifiers_failure(returned: object, sa
     assert failure and failure.kind is FailureKind.VERIFIER and says in failure.message
 
 
-async def test_rewards_of_turns_alone_are_no_reward() -> None:
+async def test_agent_that_returns_only_turn_rewards_fails() -> None:
     @afield.agent
     def agent(task: dict) -> dict:
         return {"turn_rewards": [1.0]}
@@ -322,7 +322,7 @@ async def test_rewards_of_turns_come_by_reward_and_by_outcome(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["t9", "1", "chatcmpl-r.1-t7", "nonsense", "9" * 5000])
-async def test_a_reward_for_a_turn_that_is_not_there_is_refused_at_once(tmp_path: Path, name: str) -> None:
+async def test_a_reward_for_a_turn_that_does_not_exist_is_refused_at_once(tmp_path: Path, name: str) -> None:
     engine = ScriptedEngine(lambda _: said("Yes."))
     async with MemoryTransport() as outlet, running(engine, tmp_path, outlet=outlet) as up:
         key = (await up.client.open(SPEC)).api_key
@@ -440,7 +440,7 @@ async def test_the_sdk_brings_rewards_of_turns_through_the_gateway(tmp_path: Pat
 # --- how much ------------------------------------------------------------------------------------
 
 
-async def test_a_session_hands_in_so_much_and_no_more(tmp_path: Path) -> None:
+async def test_a_session_submits_so_much_and_no_more(tmp_path: Path) -> None:
     limits = GatewayLimits(submission_bytes=1000, rewards=2)
     async with running(ScriptedEngine([]), tmp_path, limits=limits) as up:
         key = (await up.client.open(SPEC)).api_key
@@ -462,7 +462,7 @@ async def test_a_session_hands_in_so_much_and_no_more(tmp_path: Path) -> None:
         assert (state.phase, len(state.rewards)) == ("open", 2)
 
 
-async def test_an_agent_that_hands_in_too_much_has_failed_with_that_as_the_reason(tmp_path: Path) -> None:
+async def test_an_agent_that_submits_too_much_has_failed_with_that_as_the_reason(tmp_path: Path) -> None:
     @afield.agent
     def agent(task: dict) -> dict:
         return {"reward": 1.0, "patch": "x" * 5000}

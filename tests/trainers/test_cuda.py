@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from afield.engines.torch import decode_kernels
 from afield.engines.torch.engine import TorchEngine
-from afield.rounding import Rounding, rounded
+from afield.models.rounding import Rounding, rounded
 from afield.settings.trainer import LoraOptions
 from afield.trainers.grpo import GRPO
 from afield.trainers.logprobs import chunked_logprobs, gather_hidden
@@ -25,7 +25,11 @@ from afield.trainers.tree_attention import Kernel, TokenTree, install_tree_atten
 from support.tiny_model import build_tiny_model
 from support.training_groups import group_of
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    # torch warns of its own calls: of a deprecated one, and of cuBLAS first used in autograd's thread.
+    pytest.mark.filterwarnings("default"),
+]
 VOCABULARY, PROMPT = 256, 400
 
 

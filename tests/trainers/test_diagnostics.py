@@ -12,7 +12,7 @@ from msgspec import structs
 from afield.errors import UsageError
 from afield.interfaces import StepReport
 from afield.orchestrator import training_loop
-from afield.token_account import TokenAccount
+from afield.runs.token_account import TokenAccount
 from afield.trainers.frozen import Frozen
 from afield.trainers.grpo import GRPO
 from afield.trajectories import linear, per_turn
@@ -131,7 +131,7 @@ def test_a_turn_that_two_rows_train_is_refused(model_path):
 def test_a_rollout_that_weighs_more_than_others_is_refused(model_path):
     one = recorded("0", 1.0, 1, per_turn)
     heavy = structs.replace(one, trajectories=tuple(changed(row, weight=0.9) for row in one.trajectories))
-    with pytest.raises(UsageError, match=r"rollout g-0: its rows weigh 2\.7 together; a rollout weighs 1"):
+    with pytest.raises(UsageError, match=r"rollout g-0: the weights of its rows add up to 2\.7, more than 1"):
         GRPO(model_path, lr=1e-2, device="cpu").step([group(heavy, recorded("1", 0.0, 2))])
 
 
@@ -154,7 +154,7 @@ def test_a_sampler_too_far_from_the_trainer_is_refused_by_its_worst_turn(model_p
     far = changed(row, logprobs=with_one(row.logprobs, place, -200.0))
     parts = (good.finished[0], structs.replace(middle, trajectories=(far,)), good.finished[2])
     told = (
-        rf"rollout g-1, turn t1: sampler and trainer are 19\d apart .* token {place}, .*max_logprob_diff = 50"
+        rf"rollout g-1, turn t1: sampler and trainer differ by 19\d .* token {place}, .*max_logprob_diff = 50"
     )
     with pytest.raises(UsageError, match=told):
         trainer.step([group(*parts)])
@@ -198,7 +198,7 @@ def test_how_much_of_what_was_sampled_is_trained_and_why_the_rest_is_not(model_p
         assert metrics["delivered_share"] == pytest.approx(trained / (trained + gone + 10))
 
 
-def test_tokens_of_groups_without_an_advantage_are_told_apart_from_excluded_ones(model_path):
+def test_tokens_of_groups_without_an_advantage_are_distinguished_from_excluded_ones(model_path):
     same = group(recorded("0", 1.0, 1), recorded("1", 1.0, 2))
     owned = sum(row.owned for f in same.finished for row in f.trajectories)
     for trainer in (GRPO(model_path, lr=1e-3, device="cpu"), Frozen(model_path)):
@@ -236,7 +236,7 @@ def test_how_stale_tokens_are_on_average_and_at_most():
     assert line.staleness_mean == pytest.approx(3 * tokens[1] / sum(tokens))
 
 
-def test_what_the_tree_saves_is_told(model_path):
+def test_what_the_tree_saves_is_reported(model_path):
     def told(layout) -> dict[str, float]:
         trained: Group = group(recorded("0", 1.0, 1, per_turn), recorded("1", 0.0, 2, per_turn))
         return GRPO(model_path, lr=1e-3, layout=layout, device="cpu").step([trained]).metrics
@@ -248,7 +248,7 @@ def test_what_the_tree_saves_is_told(model_path):
     assert padded["computed_tokens"] >= padded["row_tokens"] > tree["computed_tokens"]
 
 
-def test_what_was_cut_off_of_importance_weights_is_told(model_path):
+def test_what_was_cut_off_of_importance_weights_is_reported(model_path):
     trained = group_of([1.0, 0.0])
     loose = GRPO(model_path, lr=1e-3, importance_cap=1e9, device="cpu").step([trained]).metrics
     tight = GRPO(model_path, lr=1e-3, importance_cap=1.0, device="cpu").step([trained]).metrics

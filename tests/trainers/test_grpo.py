@@ -262,7 +262,7 @@ def test_a_policy_with_broken_weights_is_refused(model_path, minibatches):
 
 
 @pytest.mark.parametrize("minibatches", [1, 3])
-def test_a_restored_trainer_goes_on_bit_for_bit(model_path, tmp_path, minibatches):
+def test_a_restored_trainer_continues_bit_for_bit(model_path, tmp_path, minibatches):
     def trainer(seed: int) -> GRPO:
         return GRPO(model_path, lr=1e-3, minibatches=minibatches, seed=seed, device="cpu")
 
@@ -428,7 +428,7 @@ def test_in_bfloat16_weights_stay_float32_and_the_gradient_points_the_same_way(m
     ],
     ids=["lora", "bfloat16", "cispo", "gspo"],
 )
-def test_whatever_was_chosen_a_restored_trainer_goes_on_bit_for_bit(model_path, tmp_path, settings):
+def test_whatever_was_chosen_a_restored_trainer_continues_bit_for_bit(model_path, tmp_path, settings):
     def trainer(seed: int) -> GRPO:
         return GRPO(model_path, lr=1e-2, seed=seed, device="cpu", **settings)
 
@@ -442,7 +442,7 @@ def test_whatever_was_chosen_a_restored_trainer_goes_on_bit_for_bit(model_path, 
     assert same(weights(unbroken), weights(second))
 
 
-def test_a_checkpoint_keeps_what_its_tokens_were_made_with(model_path, tmp_path):
+def test_checkpoint_keeps_the_tokenizer_and_refuses_another_thinking_policy(model_path, tmp_path):
     trainer = GRPO(model_path, lr=1e-3, device="cpu", thinking="per_turn")
     trainer.step([group_of([1.0, 0.0])])
     trainer.save(tmp_path / "saved")
@@ -492,7 +492,7 @@ def test_what_the_configuration_says_is_what_is_trained(model_path):
         ({"lose": "ppo"}, "unknown key 'learn.lose' in here; did you mean 'learn.loss'"),
     ],
 )
-def test_a_choice_that_cannot_be_is_refused_with_what_can(learn, told):
+def test_unknown_learn_choice_is_refused_with_the_known_ones(learn, told):
     with pytest.raises(UsageError) as refused:
         build({"model": "m", "learn": learn}, "here")
     assert told in str(refused.value)

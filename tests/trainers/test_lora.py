@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from afield.engines.torch.engine import TorchEngine
 from afield.errors import UsageError
-from afield.rounding import Rounding
+from afield.models.rounding import Rounding
 from afield.settings.trainer import LoraOptions
 from afield.trainers.grpo import GRPO
 from afield.trainers.model import PolicyModel
@@ -103,7 +103,7 @@ def test_engines_get_the_whole_model_with_adapters_merged(model_path, tmp_path):
 
 
 @pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "down_proj")])
-def test_adapters_alone_are_what_peft_reads(model_path, tmp_path, targets):
+def test_exported_adapter_is_read_by_peft(model_path, tmp_path, targets):
     policy = trained(model_path, lora=LoraOptions(rank=2, alpha=6, targets=targets))
     policy.export_adapter(tmp_path / "adapter")
     assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [

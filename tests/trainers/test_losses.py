@@ -151,7 +151,7 @@ def test_at_its_start_a_step_has_the_gradient_of_reinforce_whatever_the_loss():
     seen = tokens(2)
     fresh = seen._replace(proximal=seen.logp.detach(), sampler=seen.logp.detach())
     for name in PLAIN:
-        loss = compute_loss(fresh, Objective(loss=name, clip=losses.DEFAULT_CLIP[name]))
+        loss = compute_loss(fresh, Objective(loss=name))
         assert torch.allclose(gradient(loss.total, seen.logp), -seen.advantage * seen.weight)
         assert not loss.clipped.any()
         assert not loss.truncated.any()
@@ -225,7 +225,7 @@ def test_the_bonus_has_the_gradient_of_the_entropy():
     assert torch.allclose(ours, -0.5 * gradient(entropy, logits), atol=1e-12)
 
 
-def test_what_a_token_counts_in_each_way_of_adding_up():
+def test_token_weights_of_each_loss_aggregation():
     seen = tokens(6)
     much = {"rollouts": 4, "tokens": sum(LENGTHS), "length": 10}
     shares = {}
@@ -260,7 +260,7 @@ def test_a_loss_of_nothing_is_nothing():
         ({"kl": 0.1, "kl_estimator": "k4"}, "unknown KL estimator 'k4'; choose one of: k1, k2, k3"),
     ],
 )
-def test_a_word_that_nobody_knows_is_never_taken_for_another(given: dict[str, Any], told: str) -> None:
+def test_unknown_loss_options_are_refused_with_the_known_ones(given: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         compute_loss(tokens(reference=True), Objective(**given))
     with pytest.raises(UsageError, match="unknown aggregate 'mean'; choose one of: rollout, token, constant"):

@@ -189,7 +189,7 @@ def computed(policy: PolicyModel) -> int:
 def test_checkpointing_that_would_switch_dropout_on_is_refused(tmp_path):
     settings = {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.1}
     path = build(tmp_path / "model", "OPTConfig", settings)
-    with pytest.raises(UsageError, match="OPTForCausalLM drops out when it is checkpointed"):
+    with pytest.raises(UsageError, match="OPTForCausalLM has dropout under activation checkpointing"):
         PolicyModel(path, device=CPU, checkpointing=True)
     PolicyModel(path, device=CPU)
 

@@ -77,7 +77,7 @@ def rollout(name: str = "r") -> Rollout:
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     ("named", "says"),
-    [({"t99": 1.0}, "'t99' has a reward, and there is no such turn"), ({"t1": 1.0, "0": 1.0}, "two rewards")],
+    [({"t99": 1.0}, "'t99' has a reward, but there is no such turn"), ({"t1": 1.0, "0": 1.0}, "two rewards")],
 )
 async def test_a_reward_of_no_turn_is_the_failure_of_its_rollout(
     tmp_path: Path, named: dict[str, float], says: str
@@ -125,7 +125,7 @@ async def test_a_rollout_without_a_reward_that_is_weighed_fails_alone(tmp_path: 
         (["learn.device=cuda", "learn.devices=99"], "devices = 99, but this machine has"),
     ],
 )
-def test_settings_that_cannot_be_are_refused_before_anything_is_collected(
+def test_invalid_trainer_settings_are_refused_before_anything_is_collected(
     model_path: Path, words: list[str], says: str
 ) -> None:
     given = {"agent": "agent.py", "model": str(model_path), "tasks": "tasks.jsonl"}
@@ -133,7 +133,7 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_collected(
         factory.trainer(train_config(None, {**given, **assigned(words)}))
 
 
-def test_a_run_that_lacked_memory_goes_on_in_smaller_parts_and_learns_nothing_else(
+def test_a_run_that_lacked_memory_continues_in_smaller_parts_and_learns_nothing_else(
     tmp_path: Path, model_path: Path
 ) -> None:
     run = RunDirectory(tmp_path / "run")
@@ -181,7 +181,7 @@ def test_a_step_that_teaches_nothing_tells_how_far_sampler_and_trainer_are_apart
     told = GRPO(model_path, lr=1e-2, device="cpu", minibatches=minibatches).step([flat]).metrics
     assert told["sampler_trainer_logprob_diff_max"] >= told["sampler_trainer_logprob_diff_mean"] > 0
     assert "grad_norm" not in told
-    with pytest.raises(UsageError, match=r"rollout \S+, turn \S+: sampler and trainer are .* apart"):
+    with pytest.raises(UsageError, match=r"rollout \S+, turn \S+: sampler and trainer differ by .*"):
         GRPO(model_path, lr=1e-2, device="cpu", max_logprob_diff=1e-6).step([flat])
 
 
@@ -197,9 +197,7 @@ def test_a_step_that_teaches_nothing_tells_how_far_sampler_and_trainer_are_apart
         ({"lr": -1.0}, r"lr = -1\.0 must be 0 or positive"),
     ],
 )
-def test_a_trainer_of_words_that_nobody_knows_is_not_made(
-    model_path: Path, choice: dict[str, Any], told: str
-) -> None:
+def test_grpo_refuses_unknown_choices_by_name(model_path: Path, choice: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         GRPO(model_path, **{"lr": 1e-2, "device": "cpu", **choice})
 
@@ -234,7 +232,7 @@ def replies(tuner: Tuner) -> list[SampledReply]:
         ({"loss": Objective(importance="is")}, "unknown importance 'is'; choose one of: token, "),  # pyright: ignore[reportArgumentType]
     ],
 )
-def test_a_loop_that_asks_for_what_cannot_be_is_told_so_and_adds_nothing_up(
+def test_a_loop_that_asks_for_what_cannot_be_is_reported_and_adds_nothing_up(
     tuner: Tuner, replies: list[SampledReply], settings: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(UsageError, match=says):
@@ -280,7 +278,7 @@ def test_a_learning_rate_that_is_none_breaks_no_weights(
         ([{"role": "assistant", "tool_calls": [{"id": "a"}]}], "message .*tool_calls.* cannot be read"),
     ],
 )
-def test_a_prompt_that_cannot_be_is_told_and_none_of_it_is_left_out(
+def test_a_prompt_that_cannot_be_is_reported_and_none_of_it_is_left_out(
     tuner: Tuner, prompt: Any, says: str
 ) -> None:
     with pytest.raises(UsageError, match=says):
@@ -310,7 +308,7 @@ def test_an_advantage_may_be_a_number_of_torch(replies: list[SampledReply]) -> N
     assert replies[0].to_row(torch.tensor([0.5])) == replies[0].to_row([0.5])  # pyright: ignore[reportArgumentType]
 
 
-def test_after_a_gradient_that_is_not_finite_a_loop_goes_on(
+def test_after_a_gradient_that_is_not_finite_a_loop_continues(
     tuner: Tuner, replies: list[SampledReply]
 ) -> None:
     data = [reply.to_row(1.0) for reply in replies]

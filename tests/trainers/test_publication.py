@@ -20,7 +20,7 @@ from afield.engines.torch.weights import read_weights
 from afield.factory import published_dtype
 from afield.gateway.engine_pool import common_dtype
 from afield.interfaces.weight_probe import read_weight_probe
-from afield.rounding import Rounding, measure_update, rounded
+from afield.models.rounding import Rounding, measure_update, rounded
 from afield.settings.train import TrainConfig
 from afield.settings.trainer import LoraOptions, TrainerOptions
 from afield.trainers.grpo import GRPO
@@ -205,7 +205,7 @@ def test_float32_engines_get_the_masters(model_path: Path, tmp_path: Path) -> No
     assert metrics["update_kept"] == 1.0
 
 
-def test_an_update_that_is_lost_is_told(
+def test_an_update_that_is_lost_is_reported(
     model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = GRPO(model_path, lr=1e-5, device="cpu", rounding="nearest")
@@ -304,7 +304,7 @@ def test_a_sampler_in_bfloat16_is_as_far_from_the_trainer_as_the_control_says(
     assert "times what the engine's" not in caplog.text
 
 
-def test_a_sampler_with_other_weights_is_told(
+def test_a_sampler_with_other_weights_is_reported(
     model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = moved(model_path, 0.02)

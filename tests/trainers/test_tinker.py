@@ -119,7 +119,7 @@ def test_ids_may_be_given_for_messages_and_after_a_reply(tuner):
     assert apart(tuner, [more]) < 1e-5
 
 
-def test_a_reply_that_was_cut_says_so_and_a_conversation_goes_on_after_it(tuner):
+def test_conversation_continues_after_a_truncated_reply(tuner):
     cut = next(r for r in tuner.sample(ASKED, 8, Sampling(max_tokens=2)) if r.finish is FinishReason.LENGTH)
     assert len(cut.token_ids) == 2
     assert apart(tuner, tuner.sample("go on", 2, SHORT, after=cut)) < 1e-5
@@ -192,7 +192,7 @@ def test_a_loss_may_be_a_function(tuner):
         tuner.forward_backward(data, lambda seen: seen.logp.sum())
 
 
-def test_what_nobody_sampled_can_be_imitated(tuner):
+def test_supervised_rows_train_tokens_that_were_not_sampled(tuner):
     prompt = tuner.sampler.tokenizer.render([Message(role="user", content="the value of seven?")], [])
     answer = [*tuner.sampler.tokenizer.encode_text("42"), *tuner.sampler.tokenizer.stop_ids[:1]]
     for _ in range(30):
@@ -215,7 +215,7 @@ def test_saved_weights_are_a_model(tuner, tmp_path):
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "weights").encode("seven")
 
 
-def test_a_loop_that_was_broken_goes_on_bit_for_bit(model_path, tmp_path):
+def test_loop_that_resumes_from_a_saved_state_continues_bit_for_bit(model_path, tmp_path):
     def turn(tuner: Tuner) -> list[SampledReply]:
         replies = tuner.sample(ASKED, 4, SHORT)
         tuner.forward_backward([reply.to_row(n - 1.5) for n, reply in enumerate(replies)])
@@ -298,11 +298,11 @@ def test_a_sampler_that_is_not_the_trainer_is_refused_where_that_is_wanted(model
         place = row.turns[0].start
         logprobs = (*row.logprobs[:place], row.logprobs[place] - 1, *row.logprobs[place + 1 :])
         off = Row(rollout_id="off", trajectory=structs.replace(row, logprobs=logprobs), advantages=(1.0,))
-        with pytest.raises(UsageError, match="rollout off, turn reply-0: sampler and trainer are 1 apart"):
+        with pytest.raises(UsageError, match="rollout off, turn reply-0: sampler and trainer differ by 1 "):
             tuner.forward_backward([off])
 
 
-def test_a_closed_tuner_says_so(model_path):
+def test_closed_tuner_raises_usage_error(model_path):
     with open_tuner(model_path, lr=1e-2, device="cpu") as tuner:
         pass
     tuner.close()

@@ -135,7 +135,7 @@ async def test_a_gateway_tells_how_long_rows_may_get(tmp_path):
         (4096, None, None, ""),
     ],
 )
-def test_an_engine_that_takes_more_than_the_trainer_is_told_of_before_anything_is_sampled(
+def test_an_engine_that_takes_more_than_the_trainer_is_reported_before_anything_is_sampled(
     engine, bound, trainer, told, caplog
 ):
     config = TrainConfig(model="any", max_context=bound)

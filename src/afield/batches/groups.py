@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import structs
 
 from afield import trajectories
+from afield.advantages import check_given
 from afield.batches.rewards import by_trained_turn
 from afield.batches.rows import (
     Batch,
@@ -44,18 +45,19 @@ def from_groups(
     records: list[RolloutRecord] = []
     with usage_errors("these groups are no batch"):
         for group in groups:
+            check_given(group)
             for finished in (*group.finished, *([group.baseline] if group.baseline else [])):
                 record = record_of(finished, group, floor)
                 records.append(record)
                 if record.trains:
                     if not images:
-                        _refuse_images(finished)
+                        refuse_images(finished)
                     rows.extend(rows_in_form(record, finished, form))
             check_against_turns([group])
         return Batch(form=form, rows=tuple(rows), rollouts=tuple(records))
 
 
-def _refuse_images(finished: RolloutResult) -> None:
+def refuse_images(finished: RolloutResult) -> None:
     """Raise UsageError for a rollout with images, whose pixels files do not store."""
     for turn in finished.turns:
         if turn.images or any(message.images for message in turn.messages):
@@ -138,7 +140,9 @@ def owned_turns(finished: RolloutResult) -> dict[str, OwnedTurn]:
         return _from_turns(finished, owned, turns)
     if turns:
         lost = next(turn_id for turn_id in owned if turn_id not in turns)
-        raise ValueError(f"rollout {finished.rollout.id}, turn {lost}: a row owns it, and it is not there")
+        raise ValueError(
+            f"rollout {finished.rollout.id}, turn {lost}: a row has it, but the rollout does not"
+        )
     return _from_rows(finished.trajectories)
 
 

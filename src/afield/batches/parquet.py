@@ -84,8 +84,10 @@ def read_parquet(path: Path) -> Batch | TreeBatch:
             else:
                 parsed.append(_row(line))
     if (rows, len(records)) != (head.rows, head.rollouts):
-        counts = f"{rows} rows of {len(records)} rollouts, and its head names {head.rows} of {head.rollouts}"
-        raise UsageError(f"{path} has {counts}: write it as a whole")
+        counts = (
+            f"{rows} rows of {len(records)} rollouts, but its metadata states {head.rows} of {head.rollouts}"
+        )
+        raise UsageError(f"{path} is incomplete: it has {counts}; write it again with write_parquet")
     rollouts = tuple(record for _, record in sorted(records.values(), key=lambda pair: pair[0]))
     with usage_errors(f"{path} does not line up"):
         if head.form == "tree":
@@ -145,7 +147,9 @@ def _record_line(number: int, record: RolloutRecord) -> dict[str, Any]:
 def _remember(records: dict[str, tuple[int, RolloutRecord]], line: dict[str, Any]) -> None:
     record = msgspec.json.decode(line["record"], type=RolloutRecord)
     if line["rollout"] is None:
-        raise ValueError(f"rollout {record.rollout.id}: it has no place, the column 'rollout' is null")
+        raise ValueError(
+            f"rollout {record.rollout.id}: the column 'rollout', its position in the batch, is null"
+        )
     for name, value in _record_line(line["rollout"], record).items():
         if name != "record" and line[name] != value:
             raise ValueError(

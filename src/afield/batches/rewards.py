@@ -109,7 +109,9 @@ def trained_turns(finished: RolloutResult) -> list[str]:
         return owned
     order = {turn.id: n for n, turn in enumerate(finished.turns)}
     if lost := [turn_id for turn_id in owned if turn_id not in order]:
-        raise UsageError(f"rollout {finished.rollout.id}, turn {lost[0]}: a row owns it, and it is not there")
+        raise UsageError(
+            f"rollout {finished.rollout.id}, turn {lost[0]}: a row has it, but the rollout does not"
+        )
     return sorted(owned, key=order.__getitem__)
 
 
@@ -137,7 +139,9 @@ def by_trained_turn(finished: RolloutResult, by_name: Mapping[str, float]) -> di
         turn_id = turn_named(name, turn_ids, answered)
         where = f"rollout {finished.rollout.id}, turn {name!r}"
         if turn_id is None:
-            raise UsageError(f"{where} has a reward, and there is no such turn; it has: {listed(turn_ids)}")
+            raise UsageError(
+                f"{where} has a reward, but there is no such turn; there are: {listed(turn_ids)}"
+            )
         if turn_id in named:
             raise UsageError(f"{where} has two rewards: it is turn {turn_id}, which already has one")
         named[turn_id] = value
@@ -156,9 +160,9 @@ def unused_turn_rewards(groups: Iterable[Group], *, credit: Credit, weights: Map
     Credit "outcome" ignores all of them; credit "turns" ignores named ones without weights.
     """
     outcomes = [finished.outcome for group in groups for finished in group.finished]
-    named = sum(len(turns) for one in outcomes for turns in one.named_turn_rewards.values())
+    named = sum(len(turns) for outcome in outcomes for turns in outcome.named_turn_rewards.values())
     if credit == "outcome":
-        return named + sum(len(one.turn_rewards) for one in outcomes)
+        return named + sum(len(outcome.turn_rewards) for outcome in outcomes)
     return 0 if weights else named
 
 
@@ -176,17 +180,23 @@ def validated_outcome(
     if outcome.reward_or_floor(0.0) is None:
         return outcome
     try:
-        _check_size(outcome, max_reward)
-        for rewards in (outcome.turn_rewards, *outcome.named_turn_rewards.values()):
-            by_trained_turn(finished, rewards)
-        if outcome.reward is not None and (weights := dict.fromkeys(names, 1.0)):
-            weighted_sum(outcome, weights)
+        check_rewards(finished, names, max_reward)
     except UsageError as error:
         wrong = Failure(FailureKind.VERIFIER, Reason.REWARD, str(error))
         failure = outcome.failure or wrong
         nothing = {"reward": None, "rewards": {}, "turn_rewards": {}, "named_turn_rewards": {}}
         return structs.replace(outcome, failure=failure, **nothing)
     return outcome
+
+
+def check_rewards(finished: RolloutResult, names: Iterable[str] = (), max_reward: float = math.inf) -> None:
+    """Raise UsageError if a reward has an unknown turn or name or is out of bounds."""
+    outcome = finished.outcome
+    _check_size(outcome, max_reward)
+    for rewards in (outcome.turn_rewards, *outcome.named_turn_rewards.values()):
+        by_trained_turn(finished, rewards)
+    if outcome.reward is not None and (weights := dict.fromkeys(names, 1.0)):
+        weighted_sum(outcome, weights)
 
 
 def _check_size(outcome: Outcome, max_reward: float) -> None:

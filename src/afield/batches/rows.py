@@ -453,12 +453,14 @@ def check_lineage(rows: list[Row]) -> None:
         for turn in row.turns:
             where = f"rollout {row.rollout_id}, turn {turn.id}"
             if previous is not None and turn.parent != previous:
-                raise ValueError(f"{where}: it follows turn {previous} in its row and names {turn.parent!r}")
+                raise ValueError(
+                    f"{where}: its row puts it after {previous}, but its parent is {turn.parent!r}"
+                )
             previous = turn.id
             if not turn.parent:
                 continue
             if turn.parent not in owners or owners[turn.parent][1].order >= turn.order:
-                raise ValueError(f"{where}: its parent {turn.parent} is not before it")
+                raise ValueError(f"{where}: its parent {turn.parent} does not come before it")
             owner, parent = owners[turn.parent]
             end = parent.end
             if owner is not row and (end > row.prompt_length or owner.token_ids[:end] != row.token_ids[:end]):

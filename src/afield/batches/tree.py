@@ -104,7 +104,9 @@ class TreeBatch(Struct, frozen=True, kw_only=True):
             raise ValueError(f"{node.where}: its parent is of another group or rollout")
         parent = above.turn.id if above and above.turn else ""
         if node.turn and parent != node.turn.parent:
-            raise ValueError(f"{node.where}: it stands under {parent!r} and names {node.turn.parent!r}")
+            raise ValueError(
+                f"{node.where}: its node is below {parent!r}, its parent is {node.turn.parent!r}"
+            )
 
     @property
     def tokens(self) -> int:
@@ -205,10 +207,10 @@ def nodes_of(rows: Sequence[Row]) -> list[Node]:
     for turn, row in owned:
         if turn.parent and index.get(turn.parent, len(nodes)) >= len(nodes):
             raise ValueError(
-                f"rollout {row.rollout_id}, turn {turn.id}: its parent {turn.parent} is not before it"
+                f"rollout {row.rollout_id}, turn {turn.id}: its parent {turn.parent} does not come before it"
             )
         if row.turns[-1].end != len(row.token_ids):
-            raise ValueError(f"{row.where}: ids behind its last sampled token have no place in a tree")
+            raise ValueError(f"{row.where}: it has token ids after its last sampled token; remove them")
         nodes.append(
             Node(
                 group_id=row.group_id,

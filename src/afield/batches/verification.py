@@ -33,11 +33,11 @@ def _check_once(finished: RolloutResult) -> None:
         raise UsageError(f"{where}, turn {twice[0]}: two rows train it; each sampled token is trained once")
     weight = math.fsum(row.weight for row in finished.trajectories)
     if weight > 1 + 1e-6:
-        raise UsageError(f"{where}: its rows weigh {weight:g} together; a rollout weighs 1")
+        raise UsageError(f"{where}: the weights of its rows add up to {weight:g}, more than 1")
     for row in finished.trajectories:
         for one, other in pairwise(sorted(row.turns, key=lambda turn: turn.start)):
             if other.start < one.end:
-                raise UsageError(f"{where}, turn {other.id}: its tokens are also those of turn {one.id}")
+                raise UsageError(f"{where}, turn {other.id}: its tokens overlap with those of turn {one.id}")
         for turn in row.turns:
             if positive := [p for p in row.logprobs[turn.start : turn.end] if p > 1e-3]:
                 raise UsageError(f"{where}, turn {turn.id}: the log-probability {positive[0]:g} is above 0")

@@ -18,8 +18,8 @@ from msgspec import structs
 from afield.advantages import TurnAdvantages
 from afield.batches.rows import Row, rows_of
 from afield.errors import UsageError
-from afield.exclusions import ExclusionReason, UntrainedReason
-from afield.token_account import TokenAccount, failure_reason
+from afield.runs.exclusions import ExclusionReason, UntrainedReason
+from afield.runs.token_account import TokenAccount, failure_reason
 from afield.types import Group
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,17 @@ class TrainingBatch(NamedTuple):
     @property
     def tokens(self) -> int:
         return sum(row.owned for row in self.rows)
+
+    @property
+    def advantages(self) -> dict[str, float]:
+        """Mean advantage of each rollout over its tokens."""
+        sums: dict[str, list[float]] = {}
+        for row in (*self.rows, *self.too_long):
+            total = sums.setdefault(row.rollout_id, [0.0, 0.0])
+            for turn, advantage in zip(row.trajectory.turns, row.advantages, strict=True):
+                total[0] += advantage * (turn.end - turn.start)
+                total[1] += turn.end - turn.start
+        return {rollout_id: total / tokens for rollout_id, (total, tokens) in sums.items() if tokens}
 
 
 def to_batch(
@@ -104,11 +115,17 @@ def token_account(
 
 
 def check_rows(
-    rows: Iterable[Row], *, vocabulary: int, context: int | None, no_images: str = "it has no vision part"
+    rows: Iterable[Row],
+    *,
+    vocabulary: int,
+    context: int | None,
+    no_images: str = "it has no vision part",
+    truncated: bool = False,
 ) -> None:
     """Refuse rows that cannot be rescored exactly.
 
-    `no_images` is the reason why the model takes no images; empty if it does.
+    `no_images` is the reason why the model takes no images; empty if it does. `truncated` accepts turns that
+    were sampled with top_p or top_k, for steps that rescore nothing.
     """
     for row in rows:
         ids, turns = row.token_ids, row.trajectory.turns
@@ -129,15 +146,15 @@ def check_rows(
             raise UsageError(
                 f"{row.where}: {len(row.advantages)} advantages for {len(turns)} turns; give one per turn"
             )
-        _check_turns(row)
+        _check_turns(row, truncated)
 
 
-def _check_turns(row: Row) -> None:
+def _check_turns(row: Row, truncated: bool) -> None:
     for turn, advantage in zip(row.trajectory.turns, row.advantages, strict=True):
         where = f"rollout {row.rollout_id}, turn {turn.id}"
         if not math.isfinite(advantage):
             raise UsageError(f"{where}: its advantage {advantage} is not a finite number")
-        if turn.truncated or turn.temperature <= 0:
+        if (turn.truncated and not truncated) or turn.temperature <= 0:
             raise UsageError(
                 f"{where}: sampled with temperature {turn.temperature:g}"
                 f"{' and top_p or top_k' if turn.truncated else ''}, a distribution the trainer cannot"

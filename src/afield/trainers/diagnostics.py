@@ -16,9 +16,10 @@ from torch import Tensor
 
 from afield.batches.rows import Row
 from afield.errors import UsageError
-from afield.token_account import metric_name
+from afield.runs.token_account import metric_name
 from afield.trainers.losses import LossOutputs, effective_sample_size
 from afield.trainers.micro_batches import MicroBatch
+from afield.trainers.token_recorder import TokenRecorder
 
 
 class LogprobDifference(NamedTuple):
@@ -36,21 +37,30 @@ class BatchDiagnostics:
     """Collects the numbers of one step.
 
     `bound` is the largest allowed difference of a token's log-probabilities; None allows any.
-    Tokens sampled by policy `version` differ from the trainer by arithmetic only.
+    Tokens sampled by policy `version` differ from the trainer by arithmetic only. `recorder` gets the values
+    of every token.
     """
 
-    def __init__(self, bound: float | None = None, version: int | None = None) -> None:
+    def __init__(
+        self,
+        bound: float | None = None,
+        version: int | None = None,
+        recorder: TokenRecorder | None = None,
+    ) -> None:
         self.bound = bound
         self.version = version
+        self.recorder = recorder
         self.worst = LogprobDifference(0.0, "", 0)
         self.tokens: dict[str, list[Tensor]] = {}
         self.updates: dict[str, list[float]] = {}
         self.counts: Counter[str] = Counter()
         self.tiers: dict[str, list[Tensor]] = {}
 
-    def compare_logprobs(self, batch: MicroBatch, logp: Tensor) -> None:
+    def compare_logprobs(self, batch: MicroBatch, logp: Tensor, entropy: Tensor | None = None) -> None:
         """Compare policy and sampler before any update; refuses log-probabilities that are not finite."""
         logp = logp.detach()
+        if self.recorder is not None:
+            self.recorder.add(batch, logprob=logp, **({} if entropy is None else {"entropy": entropy}))
         if (wrong := torch.nonzero(~torch.isfinite(logp)).flatten()).numel():
             where, place = locate_token(batch, int(wrong[0]))
             raise UsageError(
@@ -72,7 +82,7 @@ class BatchDiagnostics:
         """Refuse a step whose sampler and trainer differ by more than the bound."""
         if self.bound is not None and self.worst.diff > self.bound:
             raise UsageError(
-                f"{self.worst.where}: sampler and trainer are {self.worst.diff:.3g} apart about the"
+                f"{self.worst.where}: sampler and trainer differ by {self.worst.diff:.3g} in the"
                 f" log-probability of token {self.worst.place}, more than max_logprob_diff = {self.bound:g};"
                 " do both have the same weights, and is the sampler stale or less precise?"
             )
@@ -84,6 +94,10 @@ class BatchDiagnostics:
             importance=loss.importance,
             truncated=loss.truncated.float(),
         )
+        if self.recorder is not None:
+            self.recorder.add(
+                batch, ratio=loss.ratio, importance=loss.importance, clipped=loss.clipped.float()
+            )
         if loss.penalty is not None:
             self._collect(kl=loss.penalty)
         self.counts["computed_tokens"] += batch.computed

@@ -20,11 +20,15 @@ from afield.types import Group
 
 
 class Frozen:
-    """Trainer without updates; exports the model directory unchanged."""
+    """Trainer without updates; exports the model directory unchanged.
 
-    def __init__(self, model_path: str | Path, *, floor: float = 0.0) -> None:
+    `truncated` accepts turns that were sampled with top_p or top_k, which no trainer could train.
+    """
+
+    def __init__(self, model_path: str | Path, *, floor: float = 0.0, truncated: bool = False) -> None:
         self.model_path = Path(model_path)
         self.floor = floor
+        self.truncated = truncated
         self.steps = 0
         config = self.model_path / "config.json"
         if not config.is_file():
@@ -36,7 +40,13 @@ class Frozen:
     def step(self, groups: Sequence[Group]) -> StepReport:
         check_against_turns(groups)
         batch = to_batch(groups, compute_advantages(groups, floor=self.floor), self.context)
-        check_rows(batch.rows, vocabulary=self._config["vocab_size"], context=self.context, no_images="")
+        check_rows(
+            batch.rows,
+            vocabulary=self._config["vocab_size"],
+            context=self.context,
+            no_images="",
+            truncated=self.truncated,
+        )
         self.steps += 1
         account = token_account(groups, batch)
         metrics = {"tokens": float(batch.tokens), **account.metrics()}
@@ -46,6 +56,7 @@ class Frozen:
             too_long=len(batch.too_long),
             metrics=metrics,
             account=account,
+            advantages=batch.advantages,
         )
 
     def export(self, directory: Path) -> None:

@@ -16,7 +16,8 @@ import json
 import logging
 import math
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -26,10 +27,12 @@ import torch
 from afield.advantages import compute_advantages, rewards_of
 from afield.batches.rewards import turn_returns, unused_turn_rewards, weigh_rewards
 from afield.batches.rows import Row
+from afield.batches.truncation import mask_truncated as mask_truncated_replies
+from afield.batches.truncation import penalise_overlong
 from afield.batches.verification import check_against_turns
 from afield.errors import DamagedFile, Unavailable, UsageError
 from afield.interfaces.trainer import StepReport
-from afield.rounding import PublishedUpdate, Rounding, make_rounding, torch_dtype
+from afield.models.rounding import PublishedUpdate, Rounding, make_rounding, torch_dtype
 from afield.settings.sessions import Thinking
 from afield.settings.trainer import (
     AdvantageEstimator,
@@ -40,6 +43,8 @@ from afield.settings.trainer import (
     LayoutName,
     LoraOptions,
     LossName,
+    LRScheduleName,
+    MaskTruncated,
     RoundingName,
     TrainerDtype,
 )
@@ -53,10 +58,13 @@ from afield.trainers.losses import (
     compute_loss,
     token_weights,
 )
+from afield.trainers.lr_schedule import LRSchedule
 from afield.trainers.model import PolicyModel, pick_device
 from afield.trainers.model_directory import copy_but_weights, replaced
 from afield.trainers.optimizer import Optimizer, Scores
 from afield.trainers.publication import MIN_UPDATE_KEPT
+from afield.trainers.sharded_checkpoint import has_shards
+from afield.trainers.token_recorder import TokenRecorder
 from afield.types import Group
 
 log = logging.getLogger(__name__)
@@ -74,6 +82,15 @@ POLICY = "policy.json"
 UNCHANGED_FILES = ("tokenizer.json", "tokenizer.model", "chat_template.jinja")
 
 
+def copied(value: Any) -> Any:
+    """A copy of a nested state, with tensors in CPU memory."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {name: copied(part) for name, part in value.items()}
+    return [copied(part) for part in value] if isinstance(value, list) else value
+
+
 class GRPO:
     """Trains a Hugging Face causal language model from its directory.
 
@@ -84,6 +101,7 @@ class GRPO:
     - `length`: divisor of aggregate "constant".
     - `rewards`: weights of named rewards.
     - `credit`: "turns" gives each turn its discounted return.
+    - `record_training`: return the values of every token, for `rollouts/step-N.tokens`.
     - `thinking`: how reasoning was rendered while sampling; saved with checkpoints.
     """
 
@@ -95,6 +113,10 @@ class GRPO:
         model_path: str | Path,
         *,
         lr: float,
+        lr_schedule: LRScheduleName = "constant",
+        warmup_steps: int = 0,
+        min_lr_ratio: float = 0.0,
+        total_steps: int | None = None,
         loss: LossName = "ppo",
         clip: tuple[float, ...] = (),
         dual_clip: float = DUAL_CLIP,
@@ -116,6 +138,10 @@ class GRPO:
         rewards: Mapping[str, float] | None = None,
         credit: Credit = "outcome",
         discount: float = 1.0,
+        mask_truncated: MaskTruncated = "off",
+        overlong_buffer: int = 0,
+        overlong_penalty: float = 1.0,
+        reply_limit: int | None = None,
         seed: int = 0,
         device: str | None = None,
         layout: LayoutName = "tree",
@@ -126,6 +152,7 @@ class GRPO:
         max_logprob_diff: float | None = None,
         thinking: Thinking = "preserve",
         rounding: RoundingName = "stochastic",
+        record_training: bool = False,
     ) -> None:
         check_choice(loss, LossName, "loss")
         check_choice(importance, Importance, "importance")
@@ -135,6 +162,12 @@ class GRPO:
         check_choice(self.aggregate, Aggregate, "aggregate")
         if self.aggregate == "constant" and length is None:
             raise UsageError("aggregate 'constant' needs a length to divide by, such as the longest reply")
+        if overlong_buffer and reply_limit is None:
+            raise UsageError("overlong_buffer needs reply_limit, the largest number of tokens of a reply")
+        check_choice(lr_schedule, LRScheduleName, "lr_schedule")
+        check_choice(mask_truncated, MaskTruncated, "mask_truncated")
+        self.lr_schedule = LRSchedule(lr_schedule, warmup_steps, total_steps, min_lr_ratio)
+        self.lr_schedule.check()
         for name, value in (("minibatches", minibatches), ("epochs", epochs)):
             if value < 1:
                 raise UsageError(f"{name} = {value} must be at least 1")
@@ -174,6 +207,11 @@ class GRPO:
         self.rewards = dict(rewards or {})
         self.credit: Credit = credit
         self.discount = discount
+        self.lr = lr
+        self.mask_truncated: MaskTruncated = mask_truncated
+        self.overlong_buffer = overlong_buffer
+        self.overlong_penalty = overlong_penalty
+        self.reply_limit = reply_limit
         self.floor = floor
         self.length = length
         self.minibatches = minibatches
@@ -183,6 +221,7 @@ class GRPO:
         self.rounding: RoundingName = rounding
         self.thinking: Thinking = thinking
         self.max_logprob_diff = max_logprob_diff
+        self.record_training = record_training
         self.steps = 0
         self.skipped = 0
         """Consecutive updates without a finite gradient."""
@@ -221,12 +260,14 @@ class GRPO:
             ) from error
 
     def _step(self, groups: Sequence[Group]) -> StepReport:
+        groups = mask_truncated_replies(groups, self.mask_truncated)
         batch = self.batch(groups)
         # A row whose advantages are zero has a gradient only from a KL or entropy term.
         regularised = bool(self.objective.kl or self.objective.entropy)
         owning = [row for row in batch.rows if row.owned]
         rows = [row for row in owning if regularised or any(row.advantages)]
-        diagnostics = BatchDiagnostics(self.max_logprob_diff, self.version)
+        recorder = TokenRecorder() if self.record_training else None
+        diagnostics = BatchDiagnostics(self.max_logprob_diff, self.version, recorder)
         if self.control_logprob_diff is None and self.engine_dtype:
             self.control_logprob_diff = self._measure_control(rows or owning)
         proximal = self.optimizer.score(rows, diagnostics) if self.minibatches * self.epochs > 1 else None
@@ -236,6 +277,7 @@ class GRPO:
         for rollouts in self._minibatches(batch.rollout_ids):
             self._update(batch, rows, rollouts, proximal, diagnostics)
         account = token_account(groups, batch, regularised=regularised)
+        lr = self.lr * self.lr_schedule.factor(self.steps)
         self.steps += 1
         return StepReport(
             rollouts=len(batch.rollout_ids),
@@ -244,18 +286,32 @@ class GRPO:
             metrics={
                 **self._compare_with_control(diagnostics.summary()),
                 "tokens": float(batch.tokens),
+                "lr": lr,
                 **account.metrics(),
                 **self._weighed_reward(groups),
                 **self._unused_rewards(groups),
             },
             account=account,
+            advantages=batch.advantages,
+            records=self._records(groups, batch, recorder, regularised),
         )
+
+    def _records(
+        self, groups: Sequence[Group], batch: TrainingBatch, recorder: TokenRecorder | None, regularised: bool
+    ) -> dict[str, bytes]:
+        if recorder is None:
+            return {}
+        return recorder.records(groups, batch, self.objective, regularised=regularised)
 
     def batch(self, groups: Sequence[Group]) -> TrainingBatch:
         """Checked rows with their advantages."""
         check_against_turns(groups)
         if self.rewards:
             groups = weigh_rewards(groups, self.rewards)
+        if self.overlong_buffer and self.reply_limit is not None:
+            groups = penalise_overlong(
+                groups, limit=self.reply_limit, buffer=self.overlong_buffer, penalty=self.overlong_penalty
+            )
         returns = None
         if self.credit == "turns":
             returns = turn_returns(groups, outcome="last", discount=self.discount, floor=self.floor)
@@ -303,12 +359,14 @@ class GRPO:
         diagnostics.check_bound()
         grad_norm = self.optimizer.clip_gradient()
         if math.isfinite(grad_norm):
-            self.optimizer.step()
+            self.optimizer.step(self.lr * self.lr_schedule.factor(self.steps))
             self.skipped = 0
             diagnostics.update(loss=loss, grad_norm=grad_norm)
         else:
             self._skip(grad_norm, rollouts)
             diagnostics.counts["skipped_updates"] += 1
+        if diagnostics.recorder is not None:
+            diagnostics.recorder.updated(rollouts, skipped=not math.isfinite(grad_norm))
 
     def _skip(self, norm: float, rollouts: frozenset[str]) -> None:
         """Leave the weights unchanged; the third such update in a row is an error."""
@@ -397,16 +455,35 @@ class GRPO:
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint: weights, optimizer state, random state, tokenizer, template and thinking."""
-        state = {
-            **self.optimizer.state(),
+        with replaced(directory) as fresh:
+            self._write({**self.optimizer.state(), **self._progress()}, fresh)
+
+    def begin_save(self, directory: Path) -> Callable[[], None]:
+        """Copy the state and write a checkpoint in a thread, while training goes on; the returned function
+        waits for its end."""
+        state = copied({**self.optimizer.state(), **self._progress()})
+
+        def write() -> None:
+            with replaced(directory) as fresh:
+                self._write(state, fresh)
+
+        thread = ThreadPoolExecutor(1, "afield-checkpoint")
+        future = thread.submit(write)
+        thread.shutdown(wait=False)
+        return future.result
+
+    def _progress(self) -> dict[str, Any]:
+        """State of the trainer besides weights and optimizer."""
+        return {
             "steps": self.steps,
             "random": self.random.get_state(),
             "published": [self.version, self.engine_dtype, self.control_logprob_diff],
         }
-        with replaced(directory) as fresh:
-            torch.save(state, fresh / STATE)
-            copy_but_weights(self.model_path, fresh / MODEL)
-            (fresh / POLICY).write_text(json.dumps({"thinking": self.thinking, "steps": self.steps}) + "\n")
+
+    def _write(self, state: dict[str, Any], fresh: Path) -> None:
+        torch.save(state, fresh / STATE)
+        copy_but_weights(self.model_path, fresh / MODEL)
+        (fresh / POLICY).write_text(json.dumps({"thinking": self.thinking, "steps": state["steps"]}) + "\n")
 
     def restore(self, directory: Path) -> None:
         """Load a checkpoint; training continues bit for bit as without the interruption."""
@@ -415,11 +492,14 @@ class GRPO:
             raise DamagedFile(f"{directory} holds no {STATE}; restore from a directory that save() wrote")
         self._check_unchanged(directory)
         try:
-            state = torch.load(directory / STATE, map_location="cpu", weights_only=True)
+            state = torch.load(directory / STATE, map_location="cpu", weights_only=True, mmap=True)
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             reason = str(error).partition("\n")[0]
             raise DamagedFile(f"{directory / STATE} cannot be read: {reason}") from error
-        self.optimizer.load_state(state)
+        if has_shards(directory):
+            self.optimizer.load_shards(directory)
+        else:
+            self.optimizer.load_state(state)
         self.random.set_state(state["random"])
         self.steps = state["steps"]
         # Checkpoints of earlier releases have no "published".

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from afield.bitmasks import restrict
+from afield.models.bitmasks import restrict
 
 CHUNK_BYTES = 1 << 30
 """Size of a chunk's float32 logits, in bytes; peak memory is a few times as much."""
@@ -155,6 +155,26 @@ def chunked_logprobs(
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     return _ChunkedLogprobs.apply(hidden, weight, bias, target, temperature.float(), masks)
+
+
+@torch.no_grad()
+def chunked_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    temperature: Tensor,
+    masks: Tensor | None = None,
+) -> Tensor:
+    """Entropy of the distributions that `chunked_logprobs` scores, in nats; takes the same arguments."""
+    if torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+    entropies: list[Tensor] = []
+    for h, c, m in _chunks(weight, hidden, temperature.float(), masks):
+        probabilities = torch.softmax(_logits(h, weight, bias, m).float() / c[:, None], dim=-1)
+        entropies.append(torch.special.entr(probabilities).sum(-1))
+    return torch.cat(entropies)
 
 
 _linear: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()

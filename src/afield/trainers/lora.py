@@ -135,12 +135,12 @@ def adapted_weights(model: Any) -> list[AdaptedWeight]:
 def merged_state(model: Any, whole: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """The whole model's tensors with adapters merged, in float32."""
     state = {name: whole(tensor) for name, tensor in base_state(model).items()}
-    for one in adapted_weights(model):
-        down, up = whole(one.down), whole(one.up)
-        base = state[one.name]
+    for adapted in adapted_weights(model):
+        down, up = whole(adapted.down), whole(adapted.up)
+        base = state[adapted.name]
         if base.numel():
-            gathered = one._replace(down=down, up=up)
-            state[one.name] = base.float() + gathered.delta(lambda tensor: tensor)
+            gathered = adapted._replace(down=down, up=up)
+            state[adapted.name] = base.float() + gathered.delta(lambda tensor: tensor)
     return state
 
 

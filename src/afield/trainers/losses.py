@@ -182,7 +182,6 @@ LOSSES: dict[LossName, PolicyLoss] = {
     # A sequence's ratio is a mean over tokens, so it is much closer to 1.
     "gspo": PolicyLoss(gspo, clip=(3e-4, 4e-4)),
 }
-DEFAULT_CLIP = {name: loss.clip for name, loss in LOSSES.items()}
 
 
 # --- importance weights, KL, entropy -------------------------------------------------------------
@@ -211,7 +210,7 @@ def kl_estimate(logp: Tensor, reference: Tensor, estimator: KLEstimator) -> Tens
 
     k1 is unbiased and may be negative; k2 is its square, halved; k3 is unbiased and never negative, up to
     its bounds (a token that the reference finds e^20 times likelier would count 5e8). The gradient of k1 has
-    mean 0 and trains nothing, so k1 is differentiated as k2.
+    mean 0 and has no effect, so k1 is differentiated as k2.
     """
     check_choice(estimator, KLEstimator, "KL estimator")
     log_ratio = logp - reference

@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from afield.batches.rows import Row
-from afield.bitmasks import restrict
 from afield.errors import UsageError
-from afield.masks import ConstraintMasks
+from afield.models.bitmasks import restrict
+from afield.models.masks import ConstraintMasks
+from afield.models.vision import ImageFeatures, PixelInputs, Vision, concat_features
 from afield.settings.trainer import LayoutName
-from afield.trainers.logprobs import chunked_logprobs, gather_hidden, has_linear_head
+from afield.trainers.logprobs import chunked_entropy, chunked_logprobs, gather_hidden, has_linear_head
 from afield.trainers.packing import pack, split
 from afield.trainers.tree_attention import TokenTree
 from afield.types import Image, TurnRange
-from afield.vision import ImageFeatures, PixelInputs, Vision, concat_features
 
 MAX_DECODED_IMAGES = 512
 """Decoded images that an `ImageReader` caches."""
@@ -99,10 +99,10 @@ def _laid_out(
     if layout == "padded":
         return _padded_batches(rows, max_tokens, device, reader)
     short = [row for row in rows if _fits_tree(row, longest)]
-    rest = [row for row in rows if not _fits_tree(row, longest)]
+    long = [row for row in rows if not _fits_tree(row, longest)]
     parts = split([row.trajectory.token_ids for row in short], max_tokens)
     trees = [_tree([short[number] for number in part], device) for part in parts]
-    return [*trees, *_padded_batches(rest, max_tokens, device, reader)]
+    return [*trees, *_padded_batches(long, max_tokens, device, reader)]
 
 
 def _fits_tree(row: Row, longest: int | None) -> bool:
@@ -194,13 +194,30 @@ def _turn_masks(row: Row, turn: TurnRange, masks: ConstraintMasks | None) -> Ten
         ) from error
 
 
+class TokenScores(NamedTuple):
+    """Scores of the sampled tokens of a micro-batch."""
+
+    logprob: Tensor
+    """Log-probability, with its gradient."""
+    entropy: Tensor | None = None
+    """Entropy of the distribution that the token was drawn from, in nats; None if it was not asked for."""
+
+
 def token_logprobs(model: Any, batch: MicroBatch) -> Tensor:
     """Log-probability of every sampled token under the distribution that `model` samples from."""
+    return token_scores(model, batch).logprob
+
+
+def token_scores(model: Any, batch: MicroBatch, *, entropy: bool = False) -> TokenScores:
+    """Log-probability of every sampled token and, if asked for, the entropy of its distribution."""
     # A sharded model gathers its weights only when it is called as a whole.
     if not isinstance(model, FSDPModule) and has_linear_head(model):
         head = model.get_output_embeddings()
         hidden = gather_hidden(batch.layout.hidden(model), batch.source)
-        return _logprobs_of_hidden(hidden, head, batch)
+        return TokenScores(
+            _score_hidden(chunked_logprobs, hidden, head, batch),
+            _score_hidden(chunked_entropy, hidden.detach(), head, batch) if entropy else None,
+        )
     needed, place = torch.unique(batch.source, return_inverse=True)
     logits = batch.layout.logits(model, needed)[place]
     scaled = logits.float()
@@ -208,25 +225,29 @@ def token_logprobs(model: Any, batch: MicroBatch) -> Tensor:
         tokens, words = batch.masked
         scaled = scaled.index_copy(0, tokens, restrict(scaled[tokens], words))
     scaled = scaled / batch.temperature[:, None]
-    return torch.log_softmax(scaled, dim=-1).gather(1, batch.target[:, None]).squeeze(1)
+    logprobs = torch.log_softmax(scaled, dim=-1)
+    return TokenScores(
+        logprobs.gather(1, batch.target[:, None]).squeeze(1),
+        torch.special.entr(logprobs.detach().exp()).sum(-1) if entropy else None,
+    )
 
 
-def _logprobs_of_hidden(hidden: Tensor, head: Any, batch: MicroBatch) -> Tensor:
-    """Log-probabilities from hidden states. Masked tokens are computed separately: masks cost time."""
+def _score_hidden(score: Any, hidden: Tensor, head: Any, batch: MicroBatch) -> Tensor:
+    """Scores from hidden states. Masked tokens are computed separately: masks cost time."""
     weight, bias = head.weight, head.bias
     if batch.masked is None:
-        return chunked_logprobs(hidden, weight, bias, batch.target, batch.temperature)
+        return score(hidden, weight, bias, batch.target, batch.temperature)
     held = batch.masked.tokens
     free = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
     free[held] = False
     parts = ((free.nonzero().flatten(), None), (held, batch.masked.words))
-    logprobs = [
-        chunked_logprobs(hidden[tokens], weight, bias, batch.target[tokens], batch.temperature[tokens], words)
+    scores = [
+        score(hidden[tokens], weight, bias, batch.target[tokens], batch.temperature[tokens], words)
         for tokens, words in parts
         if len(tokens)
     ]
     order = torch.cat([tokens for tokens, _ in parts])
-    return torch.zeros(len(hidden), device=hidden.device).index_copy(0, order, torch.cat(logprobs))
+    return torch.zeros(len(hidden), device=hidden.device).index_copy(0, order, torch.cat(scores))
 
 
 # --- padded rows and images ----------------------------------------------------------------------

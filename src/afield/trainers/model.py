@@ -19,9 +19,10 @@ from torch import Tensor
 
 from afield.errors import UsageError
 from afield.interfaces.weight_probe import WeightProbe, write_weight_probe
-from afield.masks import ConstraintMasks
-from afield.precision import in_float32
-from afield.rounding import PublishedUpdate, Rounding, torch_dtype, write_rounding
+from afield.models.masks import ConstraintMasks
+from afield.models.precision import in_float32
+from afield.models.rounding import PublishedUpdate, Rounding, torch_dtype, write_rounding
+from afield.models.vision import Vision
 from afield.settings.trainer import LayoutName, LoraOptions, TrainerDtype
 from afield.trainers import lora as adapters
 from afield.trainers.micro_batches import ImageReader, Padded
@@ -42,7 +43,6 @@ from afield.trainers.tree_compat import (
     padding_incompatibility,
     tree_incompatibility,
 )
-from afield.vision import Vision
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,8 @@ class PolicyModel:
 
     reference_model: Any = None
     """Second copy of the model as the reference policy; None with LoRA or without a KL penalty."""
+    checkpoint_group: Any = None
+    """Process group of sharded checkpoints; None in a single process."""
     _computing: torch.dtype | None = None
     """Dtype of `computing`; None outside of it."""
 
@@ -150,7 +152,7 @@ class PolicyModel:
         elif self.reference_model is not None:
             yield self.reference_model
         else:
-            raise UsageError("this policy keeps no reference; make it with reference=True")
+            raise UsageError("this policy has no reference model; create it with reference=True")
 
     def autocast(self) -> AbstractContextManager[Any]:
         dtype = self._computing or torch_dtype(self.dtype)
@@ -182,14 +184,15 @@ class PolicyModel:
 
     def state(self) -> dict[str, Tensor]:
         """Trained tensors by name."""
-        return {name: self.gather_for_export(tensor) for name, tensor in self._trained().items()}
+        return {name: self.gather_for_export(tensor) for name, tensor in self.trained().items()}
 
-    def _trained(self) -> dict[str, Tensor]:
+    def trained(self) -> dict[str, Tensor]:
+        """Trained tensors of this process by name, whole or sharded."""
         return adapters.adapter_state(self.model) if self.lora else self.model.state_dict()
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        own = self._trained()
+        own = self.trained()
         if wrong := sorted(own.keys() ^ state.keys()):
             raise UsageError(
                 f"the checkpoint and the model differ in the tensor {wrong[0]!r};"
@@ -294,13 +297,17 @@ def enable_checkpointing(model: Any) -> None:
 
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     if not layers:
-        raise UsageError(f"{type(model).__name__} has no layers that can be checkpointed; leave it off")
+        raise UsageError(
+            f"{type(model).__name__} does not support activation checkpointing; set checkpointing = false"
+        )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     # transformers checkpoints layers in training mode only; their submodules stay in eval, without dropout.
     for layer in layers:
         layer.training = True
     if not is_deterministic(model):
-        raise UsageError(f"{type(model).__name__} drops out when it is checkpointed; leave it off")
+        raise UsageError(
+            f"{type(model).__name__} has dropout under activation checkpointing; set checkpointing = false"
+        )
 
 
 def pick_device(name: str | None) -> torch.device:

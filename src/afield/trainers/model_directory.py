@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from afield.errors import Unavailable, UsageError, boundary
-from afield.model_lock import ALONE
+from afield.models.model_lock import ALONE
+from afield.models.vision import has_vision
 from afield.settings.trainer import TrainerDtype
 from afield.types import Failure, FailureKind, Reason
-from afield.vision import has_vision
 
 WEIGHTS = (
     "*.safetensors",

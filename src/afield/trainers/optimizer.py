@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from afield.errors import UsageError
 from afield.settings.trainer import LayoutName
 from afield.trainers.diagnostics import BatchDiagnostics
 from afield.trainers.losses import LossInputs, LossOutputs
-from afield.trainers.micro_batches import MicroBatch, split_micro_batches, token_logprobs
+from afield.trainers.micro_batches import MicroBatch, TokenScores, split_micro_batches, token_scores
 from afield.trainers.model import PolicyModel
+from afield.trainers.sharded_checkpoint import flat_state, load_shards
 
 SMALL_MODEL = 5_000_000
 """Parameters below which a model runs on one CPU thread."""
@@ -91,8 +93,8 @@ class Optimizer:
         """Log-probabilities of each row's sampled tokens under the policy as it is now."""
         scores: Scores = {}
         for batch in self.micro_batches(rows):
-            logp = self.logprobs(self.policy.model, batch)
-            diagnostics.compare_logprobs(batch, logp)
+            logp, entropy = self.scores(self.policy.model, batch, entropy=diagnostics.recorder is not None)
+            diagnostics.compare_logprobs(batch, logp, entropy)
             lengths = [row.owned for row in batch.rows]
             scores.update(zip((row.key for row in batch.rows), logp.split(lengths), strict=True))
         return scores
@@ -133,9 +135,11 @@ class Optimizer:
         current policy is the proximal one."""
         total = 0.0
         for batch in self.micro_batches(rows):
-            logp = self.logprobs(self.policy.model, batch)
+            # With proximal scores, the values of the policy before the step have been recorded.
+            recorded = diagnostics.recorder is not None and proximal is None
+            logp, entropy = self.scores(self.policy.model, batch, entropy=recorded)
             if proximal is None:
-                diagnostics.compare_logprobs(batch, logp)
+                diagnostics.compare_logprobs(batch, logp, entropy)
                 before = logp.detach()
             else:
                 before = torch.cat([proximal[row.key] for row in batch.rows])
@@ -174,9 +178,12 @@ class Optimizer:
         self.optimizer.step()
 
     def logprobs(self, model: Any, batch: MicroBatch) -> Tensor:
+        return self.scores(model, batch).logprob
+
+    def scores(self, model: Any, batch: MicroBatch, *, entropy: bool = False) -> TokenScores:
         self.policy.set_attention(model, batch.layout)
         with self.policy.autocast():
-            return token_logprobs(model, batch)
+            return token_scores(model, batch, entropy=entropy)
 
     @torch.no_grad()
     def reference_logprobs(self, batch: MicroBatch) -> Tensor:
@@ -190,6 +197,16 @@ class Optimizer:
         """Load weights and moments; hyperparameters stay those of this optimizer."""
         self.policy.load_state(state["model"])
         self.load_optimizer(state["optimizer"])
+
+    def shards(self) -> dict[str, Tensor]:
+        """Trained tensors and optimizer state of this process, for a sharded checkpoint."""
+        return flat_state(self.policy.trained(), self.optimizer)
+
+    def load_shards(self, directory: Path) -> None:
+        """Load weights and moments from a sharded checkpoint, by any number of processes."""
+        policy = self.policy
+        moments = load_shards(directory, policy.trained(), policy.trainable, policy.checkpoint_group)
+        self.load_optimizer({**self.optimizer.state_dict(), "state": moments})
 
     def load_optimizer(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state)

@@ -107,9 +107,9 @@ class AttentionPlan(NamedTuple):
 def plan_attention(
     segments: Sequence[Segment], device: torch.device, min_prefix: int = MIN_PREFIX
 ) -> AttentionPlan:
-    blocks, rest = split_prefixes(segments, min_prefix)
+    blocks, unshared = split_prefixes(segments, min_prefix)
     batches: list[list[Segment]] = []
-    for segment in sorted(rest, key=_length, reverse=True):
+    for segment in sorted(unshared, key=_length, reverse=True):
         if not batches or _length(segment) < SIMILAR_LENGTH * _length(batches[-1][0]):
             batches.append([])
         batches[-1].append(segment)

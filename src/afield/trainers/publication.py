@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from afield.errors import UsageError
-from afield.rounding import PublishedUpdate, Rounding, measure_update, rounded, torch_dtype
+from afield.models.rounding import PublishedUpdate, Rounding, measure_update, rounded, torch_dtype
 from afield.trainers import lora as adapters
 
 log = logging.getLogger(__name__)
@@ -126,17 +126,17 @@ def as_merged(
     """Inside the block, adapters are merged into their weights and disabled."""
     with _restored() as put, adapters.adapters_disabled(model), torch.no_grad():
         total = PublishedUpdate()
-        for one in adapters.adapted_weights(model):
-            part = shard(one.weight)
+        for weight in adapters.adapted_weights(model):
+            part = shard(weight.weight)
             if part.tensor.dtype not in (torch.float32, torch_dtype(rounding.dtype)):
                 raise UsageError(
                     f"adapters on {part.tensor.dtype} weights cannot be merged for an engine in"
                     f" {rounding.dtype}; set learn.dtype = 'float32', or learn.lora.publish = 'adapter'"
                 )
             before = part.tensor.float()
-            added = one.delta(whole).reshape(-1)[part.first : part.first + part.tensor.numel()]
+            added = weight.delta(whole).reshape(-1)[part.first : part.first + part.tensor.numel()]
             master = before + added.view(before.shape)
-            total = total.plus(put(one.name, part, master, before, rounding))
+            total = total.plus(put(weight.name, part, master, before, rounding))
         yield total
 
 
@@ -151,15 +151,16 @@ def as_adapters(
     with _restored() as put, torch.no_grad():
         total = PublishedUpdate()
         masters = [
-            (whole(one.down).float(), whole(one.up).float(), one) for one in adapters.adapted_weights(model)
+            (whole(weight.down).float(), whole(weight.up).float(), weight)
+            for weight in adapters.adapted_weights(model)
         ]
-        masters = [(down.clone(), up.clone(), one) for down, up, one in masters]
+        masters = [(down.clone(), up.clone(), weight) for down, up, weight in masters]
         for name, tensor in adapters.adapter_state(model).items():
             part = shard(tensor)
             put(name, part, part.tensor, None, rounding)
-        for down, up, one in masters:
-            sent_down, sent_up = whole(one.down).float(), whole(one.up).float()
-            total = total.plus(_product(down, up, sent_down, sent_up, one.scale))
+        for down, up, weight in masters:
+            sent_down, sent_up = whole(weight.down).float(), whole(weight.up).float()
+            total = total.plus(_product(down, up, sent_down, sent_up, weight.scale))
         yield total
 
 

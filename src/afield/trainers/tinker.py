@@ -25,7 +25,7 @@ from afield.batches.rows import Row
 from afield.batches.verification import check_against_turns
 from afield.errors import UsageError
 from afield.interfaces.engine import Engine
-from afield.rounding import make_rounding
+from afield.models.rounding import make_rounding
 from afield.settings.trainer import (
     AdvantageEstimator,
     Aggregate,

@@ -187,7 +187,7 @@ def tree_pass(tree: TokenTree, model: Any) -> Iterator[TreePass]:
     attention.first = False
     if not current.used:
         raise NotImplementedError(
-            f"{type(model).__name__} does not attend over trees; watch(model) makes it, or train padded rows"
+            f"{type(model).__name__} has no tree attention; call watch(model) first, or train padded rows"
         )
 
 

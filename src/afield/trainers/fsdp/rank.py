@@ -11,11 +11,12 @@ import logging
 import math
 import pickle
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,19 +28,25 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from afield.batches.rows import Row
-from afield.errors import AfieldError, UsageError, boundary
+from afield.errors import AfieldError, Unavailable, UsageError, boundary
 from afield.interfaces.weight_probe import WeightProbe
-from afield.rounding import PublishedUpdate
+from afield.models.rounding import PublishedUpdate
+from afield.trainers.batch import TrainingBatch
 from afield.trainers.diagnostics import BatchDiagnostics, LogprobDifference
 from afield.trainers.fsdp.trainer import RankConfig, RankReply
 from afield.trainers.grpo import GRPO
 from afield.trainers.logprobs import has_linear_head
-from afield.trainers.micro_batches import MicroBatch, token_logprobs
+from afield.trainers.micro_batches import MicroBatch, TokenScores, token_scores
 from afield.trainers.model import PolicyModel, compute_weight_probe
+from afield.trainers.model_directory import replaced
 from afield.trainers.optimizer import LossFunction, Optimizer, Scores, WeightFunction
 from afield.trainers.packing import common
 from afield.trainers.publication import TensorShard
-from afield.types import Failure, FailureKind, Reason
+from afield.trainers.sharded_checkpoint import begin_save_shards, save_shards
+from afield.trainers.token_recorder import RowValues, TokenRecorder
+from afield.types import Failure, FailureKind, Group, Reason
+
+T = TypeVar("T")
 
 # --- the model -----------------------------------------------------------------------------------
 
@@ -75,6 +82,7 @@ class ShardedPolicy(PolicyModel):
     def __init__(self, path: str | Path, *, device: torch.device, **settings: Any) -> None:
         super().__init__(path, device=torch.device("cpu"), **settings)
         self.device = device
+        self.checkpoint_group = dist.new_group(backend="gloo")
         self._roots: dict[int, ShardedModule] = {}
         for model in (self.model, self.reference_model):
             if model is not None:
@@ -85,8 +93,8 @@ class ShardedPolicy(PolicyModel):
         # A rank without images would not take part in gathering the vision tower.
         return None, "a sharded model takes none; train on one device (devices = 1), or with veRL"
 
-    def token_logprobs(self, model: Any, batch: MicroBatch) -> Tensor:
-        return self._roots[id(model)](lambda: token_logprobs(model, batch))
+    def token_scores(self, model: Any, batch: MicroBatch, *, entropy: bool = False) -> TokenScores:
+        return self._roots[id(model)](lambda: token_scores(model, batch, entropy=entropy))
 
     def weight_probe(self) -> WeightProbe:
         with self.autocast():
@@ -152,13 +160,13 @@ def split_rows(rows: Sequence[Row], ranks: int) -> list[list[Row]]:
 class LocalDiagnostics(BatchDiagnostics):
     """Diagnostics of one rank; errors are kept and raised by all ranks together."""
 
-    def __init__(self, version: int | None = None) -> None:
-        super().__init__(version=version)
+    def __init__(self, step: BatchDiagnostics) -> None:
+        super().__init__(version=step.version, recorder=TokenRecorder() if step.recorder else None)
         self.problem = ""
 
-    def compare_logprobs(self, batch: MicroBatch, logp: Tensor) -> None:
+    def compare_logprobs(self, batch: MicroBatch, logp: Tensor, entropy: Tensor | None = None) -> None:
         try:
-            super().compare_logprobs(batch, logp)
+            super().compare_logprobs(batch, logp, entropy)
         except UsageError as error:
             self.problem = self.problem or str(error)
 
@@ -167,7 +175,12 @@ class LocalDiagnostics(BatchDiagnostics):
             return {name: torch.cat(values).cpu() for name, values in lists.items()}
 
         return RankDiagnostics(
-            joined(self.tokens), joined(self.tiers), dict(self.counts), self.worst, self.problem
+            joined(self.tokens),
+            joined(self.tiers),
+            dict(self.counts),
+            self.worst,
+            self.problem,
+            self.recorder.values if self.recorder else {},
         )
 
 
@@ -184,6 +197,8 @@ class RankDiagnostics(NamedTuple):
     """Largest log-probability difference."""
     problem: str
     """First error message; empty without an error."""
+    recorded: RowValues
+    """Values of the tokens for the training record; empty without one."""
 
 
 def merge(parts: Sequence[RankDiagnostics], diagnostics: BatchDiagnostics) -> None:
@@ -196,6 +211,8 @@ def merge(parts: Sequence[RankDiagnostics], diagnostics: BatchDiagnostics) -> No
         for name, values in part.tiers.items():
             diagnostics.tiers.setdefault(name, []).append(values)
         diagnostics.counts.update(part.counts)
+        if diagnostics.recorder is not None:
+            diagnostics.recorder.merge(part.recorded)
         diagnostics.worst = max(diagnostics.worst, part.worst, key=lambda worst: worst.diff)
 
 
@@ -220,7 +237,7 @@ class ShardedOptimizer(Optimizer):
         return batches
 
     def score(self, rows: Sequence[Row], diagnostics: BatchDiagnostics) -> Scores:
-        local = LocalDiagnostics(diagnostics.version)
+        local = LocalDiagnostics(diagnostics)
         scores = super().score(self._local_rows(rows), local)
         self._run_missing_batches(rows, backward=False)
         gathered = all_gather(({key: values.cpu() for key, values in scores.items()}, local.collected()))
@@ -237,7 +254,7 @@ class ShardedOptimizer(Optimizer):
         proximal: Scores | None = None,
         reference: bool = False,
     ) -> float:
-        local = LocalDiagnostics(diagnostics.version)
+        local = LocalDiagnostics(diagnostics)
         total = super().backward(
             self._local_rows(rows), loss, weights, local, proximal=proximal, reference=reference
         )
@@ -265,23 +282,14 @@ class ShardedOptimizer(Optimizer):
             if backward:
                 (0.0 * logp.sum()).backward()
 
-    def logprobs(self, model: Any, batch: MicroBatch) -> Tensor:
+    def scores(self, model: Any, batch: MicroBatch, *, entropy: bool = False) -> TokenScores:
         self.policy.set_attention(model, batch.layout)
         with self.policy.autocast():
-            return self.policy.token_logprobs(model, batch)
+            return self.policy.token_scores(model, batch, entropy=entropy)
 
     def clip_gradient(self) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self.policy.trainable, self.grad_clip)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-
-    def state(self) -> dict[str, Any]:
-        gather = self.policy.gather_for_export
-        optimizer = self.optimizer.state_dict()
-        moments = {
-            number: {name: gather(value) for name, value in state.items()}
-            for number, state in optimizer["state"].items()
-        }
-        return {"model": self.policy.state(), "optimizer": {**optimizer, "state": moments}}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.policy.load_state(state["model"])
@@ -299,20 +307,74 @@ class ShardedOptimizer(Optimizer):
 # --- the rank process ----------------------------------------------------------------------------
 
 
+def on_rank_0(call: Callable[[], T]) -> T:
+    """The result of a call that rank 0 makes; its afield error is raised by every rank."""
+    results: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            results = [(call(), None)]
+        except AfieldError as error:
+            results = [(None, error)]
+    dist.broadcast_object_list(results)
+    result, error = results[0]
+    if error is not None:
+        raise error
+    return result
+
+
 class ShardedGRPO(GRPO):
     """The GRPO trainer of one rank."""
 
     model_class = ShardedPolicy
     optimizer_class = ShardedOptimizer
+    _unfinished: tuple[ExitStack, Callable[[], Any]] | None = None
+    """Checkpoint that is being written, and the function that waits for this rank's shards."""
 
     def publish_as(self, directory: Path, version: int, dtype: str) -> dict[str, float]:
         return self.publish(directory, version=version, dtype=dtype)
 
+    def _records(
+        self, groups: Sequence[Group], batch: TrainingBatch, recorder: TokenRecorder | None, regularised: bool
+    ) -> dict[str, bytes]:
+        return super()._records(groups, batch, recorder, regularised) if dist.get_rank() == 0 else {}
+
     def save(self, directory: Path) -> None:
-        if dist.get_rank() == 0:
-            super().save(directory)
-        else:
-            self.optimizer.state()
+        with self._saving(directory) as fresh:
+            save_shards(self.optimizer.shards(), fresh, self.policy.checkpoint_group)
+
+    def begin_save(self, directory: Path) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Copy the shards and write them in a thread; `finish_save` completes the checkpoint."""
+        saving = ExitStack()
+        fresh = saving.enter_context(self._saving(directory))
+        wait = begin_save_shards(self.optimizer.shards(), fresh, self.policy.checkpoint_group)
+        self._unfinished = saving, wait
+
+    def finish_save(self) -> None:
+        """Wait until all ranks have written their shards, then give the checkpoint its name."""
+        assert self._unfinished is not None
+        (saving, wait), self._unfinished = self._unfinished, None
+        with saving:
+            wait()
+
+    @contextmanager
+    def _saving(self, directory: Path) -> Iterator[Path]:
+        """A directory for the shards of all ranks, which rank 0 completes and renames when the block ends."""
+        progress = self._progress()
+        with ExitStack() as opened:
+
+            def begin() -> Path:
+                fresh = opened.enter_context(replaced(directory))
+                self._write(progress, fresh)
+                return fresh
+
+            fresh = on_rank_0(begin)
+            own_problem: list[Failure] = []
+            with boundary(FailureKind.INFRASTRUCTURE, Reason.RAISED, own_problem.append):
+                yield fresh
+            problems = [text for text in all_gather(own_problem[0].message if own_problem else "") if text]
+            if problems:
+                raise Unavailable(f"{directory} cannot be written: {problems[0]}; is there room on the disk?")
+            on_rank_0(opened.close)
 
 
 def call_and_reply(call: Callable[[], Any]) -> RankReply:

@@ -1,8 +1,8 @@
 """FSDP trainer: GRPO with its model sharded over one process per device.
 
 `step`, `export`, `publish`, `save` and `restore` run on every rank (`afield.trainers.fsdp.rank`); the reply
-of rank 0 is returned. Checkpoints are those of a single process, so that a run may continue on another
-number of devices. An error that all ranks raise is raised here. A rank that dies or fails alone ends
+of rank 0 is returned. Checkpoints are sharded, and may be read by any number of ranks and by a single
+process. An error that all ranks raise is raised here. A rank that dies or fails alone ends
 the others, and every later call raises Unavailable.
 """
 
@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -26,7 +26,7 @@ from afield.types import Group
 SAME_ERROR_TIMEOUT_S = 30.0
 """Time within which all ranks must raise the same error, in seconds."""
 EXIT_TIMEOUT_S = 10.0
-Method = Literal["step", "export", "publish_as", "save", "restore"]
+Method = Literal["step", "export", "publish_as", "save", "begin_save", "finish_save", "restore"]
 
 
 class RankReply(NamedTuple):
@@ -109,6 +109,12 @@ class FSDPTrainer:
     def save(self, directory: Path) -> None:
         self._all("save", Path(directory).absolute())
 
+    def begin_save(self, directory: Path) -> Callable[[], None]:
+        """Copy the shards and write a checkpoint in threads of the ranks; the returned function waits for its
+        end. Other calls may come between the two."""
+        self._all("begin_save", Path(directory).absolute())
+        return lambda: self._all("finish_save")
+
     def restore(self, directory: Path) -> None:
         self._all("restore", Path(directory).absolute())
 
@@ -175,8 +181,8 @@ class FSDPTrainer:
             f"rank {rank.number} of {self.devices} failed: {why};"
             " make a new trainer and restore its last checkpoint"
         )
-        for other in self._ranks:
-            other.process.kill()
+        for peer in self._ranks:
+            peer.process.kill()
         self.close()
         raise Unavailable(self._broken)
 
