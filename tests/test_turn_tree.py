@@ -70,7 +70,7 @@ def test_hints_tell_twins_apart_beside_a_turn_that_was_edited() -> None:
     assert found is not None and found[1].id == "t1"
 
 
-def test_the_retry_of_a_broken_call_goes_on_from_the_same_twin() -> None:
+def test_the_retry_of_a_broken_call_continues_from_the_same_twin() -> None:
     conversation = [say("user", "hi"), say("assistant", "yes")]
     forest = TurnTree([turn(1, "r", conversation), turn(2, "r", conversation)])
     digests = chain("r", [*conversation, say("user", "go on")])

@@ -1,9 +1,11 @@
-"""Rollouts from any agent, anywhere. Train the agent you already have, where it already runs.
+"""Rollouts from any agent, anywhere.
 
-What an agent's author needs is here: `agent`, `App`, `Context`, `Reward`, the nouns `Task` and
-`Outcome`, and the failures an agent may raise; `RolloutClient`, for whoever wants rollouts of one; and
-`sandbox`, a place to run commands in.
-Each is loaded when it is first asked for.
+1. For code inside agents: `agent`, `App`, `Context`, `Reward`, `Task`, `Outcome` and the failures that
+   an agent may raise.
+2. For programs that collect rollouts: `RolloutClient`.
+3. For commands in isolation: `sandbox`.
+
+Each name is imported when it is first used.
 """
 
 from importlib import import_module

@@ -27,8 +27,18 @@ Advantages = dict[str, float | dict[str, float]]
 _WHOLE = ""  # turn id of a rollout's only score
 
 
+def check_given(group: Group) -> None:
+    """Raise UsageError if a rollout of the group succeeded and waits for its reward."""
+    if pending := [f.rollout.id for f in group.finished if f.outcome.reward_pending]:
+        raise UsageError(
+            f"group {group.id}: the reward of {pending[0]} is still to be given, as of {len(pending)} of"
+            f" {len(group.finished)} rollouts; give it with RolloutClient.reward"
+        )
+
+
 def rewards_of(group: Group, floor: float = 0.0) -> dict[str, float]:
-    """Rewards to train with, by rollout id."""
+    """Rewards to train with, by rollout id; raises UsageError while one of them is still to be given."""
+    check_given(group)
     pairs = ((f.rollout.id, f.outcome.reward_or_floor(floor)) for f in group.finished)
     return {rollout_id: reward for rollout_id, reward in pairs if reward is not None}
 
@@ -115,6 +125,7 @@ def _scores(
     scores: list[GroupScores] = []
     seen: set[str] = set()
     for group in groups:
+        check_given(group)
         rollouts = _of_rollouts(group.finished, floor, returns)
         if repeated := [rollout_id for rollout_id in rollouts if rollout_id in seen]:
             raise UsageError(f"rollouts {repeated} are in the batch more than once; train on each once")

@@ -6,14 +6,12 @@ Collector and training loop run in one process, or in two that share the run dir
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from msgspec import Struct, structs
 
@@ -21,87 +19,69 @@ from afield import factory
 from afield.errors import AfieldError, Unavailable, UsageError, root_cause
 from afield.interfaces import Gateway, Publisher, Runtime, Trainer, Transport
 from afield.orchestrator.availability import describe_error
-from afield.orchestrator.config import RolloutObserver
+from afield.orchestrator.config import RolloutConfig, RolloutObserver
 from afield.orchestrator.groups import GroupRunner, GroupScheduler, Schedule, Validation, wait_for_own_weights
+from afield.orchestrator.reward_function import GroupRewards
 from afield.orchestrator.rollout import RolloutRunner
-from afield.orchestrator.state import RolloutStore, RunDirectory, RunState
-from afield.orchestrator.training_loop import LoopConfig, StepMetrics, TrainingLoop, mean_metrics
-from afield.ratelimit import SharedLimiter
-from afield.settings.environment import agent_environment
+from afield.orchestrator.state import RolloutStore, RunDirectory, RunInfo, RunState
+from afield.orchestrator.tracing import StepTracer, TracingObserver
+from afield.orchestrator.training_loop import (
+    LoopConfig,
+    StepMetrics,
+    TrainingLoop,
+    mean_metrics,
+    rewind_published_step,
+)
+from afield.ratelimit import LeasedLimiter
 from afield.settings.train import TrainConfig
-from afield.types import RolloutResult, Sampling, Task
+from afield.types import RolloutResult, Task
+from afield.utils.gateway_process import GatewayProcess
 
 log = logging.getLogger(__name__)
 FIRST_ANSWER_S = 20.0
 T = TypeVar("T")
 
 
-class GatewayChild:
-    """Gateway and engine in a child process, which exits when its standard input closes, also after SIGKILL
-    of the parent.
-    """
+class GatewayChild(Protocol):
+    """Gateway, or pool of gateways, that a run starts and stops."""
 
-    def __init__(self, process: asyncio.subprocess.Process, log: Path, start_timeout_s: float) -> None:
-        self._process = process
-        self._log = log
-        self._start_timeout_s = start_timeout_s
+    async def client(self) -> AbstractAsyncContextManager[Any]:
+        """Wait until it serves; returns its client, to be entered."""
+        ...
 
     async def died(self) -> Unavailable:
-        code = await self._process.wait()
-        return Unavailable(
-            f"the gateway ended with code {code}; see {self._log}, then resume the run with --resume"
-        )
+        """Wait until it can no longer serve; returns why."""
+        ...
 
-    async def ready(self) -> dict[str, str]:
-        """Wait until the gateway serves; returns its address and admin key."""
-        assert self._process.stdout is not None
-        try:
-            line = await asyncio.wait_for(self._process.stdout.readline(), self._start_timeout_s)
-        except TimeoutError as error:
-            raise Unavailable(
-                f"the gateway did not start within {self._start_timeout_s:g} s; see {self._log}, or raise"
-                " engine_start_timeout_s"
-            ) from error
-        if not line:
-            text = (await asyncio.to_thread(self._log.read_text, errors="replace")).strip()
-            empty = f"{self._log} is empty; is there room on the disk?"
-            raise UsageError("the gateway did not start:\n" + "\n".join((text or empty).splitlines()[-5:]))
-        return json.loads(line)
+
+class SingleGateway:
+    """Gateway and engine in one child process; the run ends when it does."""
+
+    def __init__(self, process: GatewayProcess) -> None:
+        self._process = process
+
+    async def died(self) -> Unavailable:
+        return Unavailable(f"{await self._process.ended()}, then resume the run with --resume")
+
+    async def client(self) -> AbstractAsyncContextManager[Any]:
+        address = await self._process.ready()
+        return factory.gateway_client(address["local_url"], address["admin_key"])
 
 
 @asynccontextmanager
 async def gateway_child(config: TrainConfig, run: RunDirectory) -> AsyncIterator[GatewayChild]:
-    """Start a gateway process with its log in the run directory; stop it on exit."""
-    run.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    log_path = run.logs / "gateway.log"
-    with log_path.open("ab") as log:
-        process = await asyncio.create_subprocess_exec(
-            *factory.COMMAND,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=log,
-            env=agent_environment(),
-            start_new_session=True,
-        )
-    assert process.stdin is not None
+    """Start the gateways of a run, with their logs in the run directory; stop them on exit."""
+    if config.pooled:
+        async with factory.gateway_pool(config, run) as pool:
+            yield pool
+        return
     settings = factory.gateway_settings(config, run)
-    process.stdin.write(settings.to_json() + b"\n")
+    process = factory.gateway_process(settings, run.logs / "gateway.log")
+    await process.start(settings.to_json())
     try:
-        yield GatewayChild(process, log_path, factory.start_timeout(settings))
+        yield SingleGateway(process)
     finally:
-        await _end(process)
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    with suppress(ProcessLookupError):
-        process.send_signal(signal.SIGTERM)
-    try:
-        await asyncio.wait_for(process.wait(), 10)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-    if process.stdin:
-        process.stdin.close()
+        await process.stop()
 
 
 class RunRole(StrEnum):
@@ -138,18 +118,27 @@ class RunBuilder:
         self.run = run
         self.stack = stack
         self.rollout_config = factory.rollout_config(config, run)
+        self.spans = factory.span_exporter(config, "afield")
+        if self.spans is not None:
+            stack.push_async_callback(asyncio.to_thread, self.spans.close)
+            seed = f"{run.id}:{run.info.created}"
+            self.rollout_config = structs.replace(self.rollout_config, trace_seed=seed)
         self.window = factory.staleness_window(config, tasks)
         self.schedule = Schedule(tasks, self.rollout_config.exp_id, config.seed, config.shuffle)
         self.run_state = stack.enter_context(RunState(run.run_state, durable=run.durable))
-        self.rollout_store = RolloutStore(run.rollout_store, durable=run.durable)
+        self.rollout_store = RolloutStore(run.rollout_store, durable=run.durable, index=run.index)
+        stack.callback(run.index.close)
 
     async def rollout_runner(
         self, gateway: Gateway, runtimes: AgentRuntimes, observer: RolloutObserver
     ) -> RolloutRunner:
         limiter = factory.limiter(self.config)
-        if isinstance(limiter, SharedLimiter):
+        if isinstance(limiter, LeasedLimiter):
             self.stack.callback(limiter.close)
             limiter.check()
+        if self.spans is not None:
+            agent = self.config.agent or self.config.runtime
+            observer = TracingObserver(observer, self.spans, self.rollout_config.trace_seed, agent)
         rollout_runner = RolloutRunner(
             self.rollout_config,
             gateway=gateway,
@@ -163,17 +152,30 @@ class RunBuilder:
         )
         return await self.stack.enter_async_context(rollout_runner)
 
+    async def group_runner(self, rollout_runner: RolloutRunner) -> GroupRunner:
+        """The group runner, with the reward function of the run."""
+        config, rewards = self.rollout_config, None
+        if function := await asyncio.to_thread(factory.reward_function, self.config):
+            stores: Any = {"run_state": self.run_state, "rollout_store": self.rollout_store}
+            rewards = GroupRewards(function, config, **stores)
+        return GroupRunner(config, rollout_runner, self.rollout_store, rewards)
+
     async def group_scheduler(
-        self, gateway: Gateway, runtimes: AgentRuntimes, observer: RolloutObserver, val: Sequence[Task]
+        self,
+        gateway: Gateway,
+        runtimes: AgentRuntimes,
+        observer: RolloutObserver,
+        validation: Validation | None,
     ) -> GroupScheduler:
         rollout_runner = await self.rollout_runner(gateway, runtimes, observer)
         return GroupScheduler(
             self.window,
             self.schedule,
-            group_runner=GroupRunner(self.rollout_config, rollout_runner, self.rollout_store),
+            group_runner=await self.group_runner(rollout_runner),
             run_state=self.run_state,
             rollout_store=self.rollout_store,
-            validation=validation(self.config, self.run, val),
+            validation=validation,
+            dynamic_sampling=factory.dynamic_sampling(self.config),
         )
 
     async def collect(self, scheduler: GroupScheduler, gateway: Gateway, transport: Transport) -> None:
@@ -189,6 +191,17 @@ class RunBuilder:
     def training_loop(
         self, gateway: Gateway, trainer: Trainer, on_step: Callable[[StepMetrics], None], engine_dtype: str
     ) -> TrainingLoop:
+        tracing: dict[str, Any] = {"on_step": on_step}
+        if self.spans is not None:
+            tracer = StepTracer(self.spans, self.rollout_config.trace_seed, self.run.id)
+            self.stack.callback(tracer.close)
+
+            def traced(line: StepMetrics) -> None:
+                tracer.step_done(line)
+                on_step(line)
+
+            tracing = {"on_step": traced, "on_publish": tracer.published}
+
         return TrainingLoop(
             self.window,
             structs.replace(loop_config(self.config), engine_dtype=engine_dtype),
@@ -198,8 +211,100 @@ class RunBuilder:
             run_state=self.run_state,
             rollout_store=self.rollout_store,
             run=self.run,
-            on_step=on_step,
+            **tracing,
         )
+
+
+class Collector(NamedTuple):
+    """Components of a running collection."""
+
+    gateway: Gateway
+    """Client of the gateway."""
+    groups: GroupRunner
+    """Runner of groups."""
+    rollout_runner: RolloutRunner
+    """Runner of rollouts."""
+    schedule: Schedule
+    """Order of tasks."""
+    rollout_config: RolloutConfig
+    """Settings of rollouts."""
+    run: RunDirectory
+    """Run directory."""
+    rollout_store: RolloutStore
+    """Store of finished rollouts."""
+    run_state: RunState
+    """Attempts, rollouts and groups of the run."""
+    base: int
+    """Version that the gateway served at the start."""
+    served_dtype: str
+    """Dtype of the engines, as the gateway reports it."""
+    child: GatewayChild | None
+    """Gateway process; None if the gateway was not started here."""
+
+
+@asynccontextmanager
+async def open_collector(
+    config: TrainConfig,
+    run: RunDirectory,
+    tasks: Sequence[Task],
+    info: RunInfo,
+    observer: RolloutObserver,
+    *,
+    admin_key: str | None = None,
+    endpoint: AbstractAsyncContextManager[Gateway] | None = None,
+) -> AsyncIterator[Collector]:
+    """Start everything that collects rollouts; on exit, stop it in reverse order.
+
+    `endpoint` replaces the gateway, for agents that call a model which records nothing.
+    """
+    async with AsyncExitStack() as stack:
+        stack.enter_context(run.locked("collect"))
+        await asyncio.to_thread(run.write_info, info)
+        await asyncio.to_thread(run.index.start)
+        parts = RunBuilder(config, run, tasks, stack)
+        if endpoint is not None:
+            parts.rollout_config = structs.replace(
+                parts.rollout_config, model_id=config.model, no_turns="accept"
+            )
+        child = None
+        if not config.gateway and endpoint is None:
+            child = await stack.enter_async_context(gateway_child(config, run))
+        runtimes = await _start_runtimes(config, run, stack)
+        checks = [runtime.check() for runtime in runtimes.all]
+        connecting = _existing(endpoint) if endpoint else connect_gateway(config, child, admin_key)
+        gateway = await stack.enter_async_context(await run_with_checks(connecting, *checks))
+        if config.gateway and endpoint is None:
+            await check_gateway(config, run, admin_key)
+        rollout_runner = await parts.rollout_runner(gateway, runtimes, observer)
+        yield Collector(
+            gateway=gateway,
+            groups=await parts.group_runner(rollout_runner),
+            rollout_runner=rollout_runner,
+            schedule=parts.schedule,
+            rollout_config=parts.rollout_config,
+            run=run,
+            rollout_store=parts.rollout_store,
+            run_state=parts.run_state,
+            base=await gateway.version(),
+            served_dtype=await gateway.engine_dtype(),
+            child=child,
+        )
+
+
+async def _start_runtimes(config: TrainConfig, run: RunDirectory, stack: AsyncExitStack) -> AgentRuntimes:
+    transport = await stack.enter_async_context(factory.transport(config, run))
+    runtimes = AgentRuntimes(
+        factory.runtime(config, run, transport),
+        factory.verifier_runtime(config, run, transport),
+        transport,
+    )
+    for runtime in runtimes.all:
+        await stack.enter_async_context(runtime)
+    return runtimes
+
+
+async def _existing(gateway: Any) -> Any:
+    return gateway
 
 
 @asynccontextmanager
@@ -213,6 +318,7 @@ async def training(
     role: RunRole = RunRole.ALL,
     admin_key: str | None = None,
     val_tasks: Sequence[Task] = (),
+    on_validation: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> AsyncIterator[TrainingRun]:
     """Start all components of a training run; on exit, stop them in reverse order."""
     async with AsyncExitStack() as stack:
@@ -222,14 +328,7 @@ async def training(
         if not config.gateway:
             child = await stack.enter_async_context(gateway_child(config, run))
         if role is not RunRole.LEARN:
-            transport = await stack.enter_async_context(factory.transport(config, run))
-            runtimes = AgentRuntimes(
-                factory.runtime(config, run, transport),
-                factory.verifier_runtime(config, run, transport),
-                transport,
-            )
-            for runtime in runtimes.all:
-                await stack.enter_async_context(runtime)
+            runtimes = await _start_runtimes(config, run, stack)
         # Checks of the runtimes fail early, before the gateway is ready. The trainer loads after them,
         # because a thread that loads a model cannot be stopped.
         checks = [asyncio.create_task(runtime.check()) for runtime in runtimes.all] if runtimes else []
@@ -240,9 +339,12 @@ async def training(
         )
         if config.gateway:
             await check_gateway(config, run, admin_key)
+        if role is RunRole.ALL:
+            await asyncio.to_thread(rewind_published_step, run, parts.run_state)
         loops: list[Callable[[], Coroutine[None, None, None]]] = []
         if runtimes:
-            scheduler = await parts.group_scheduler(gateway, runtimes, observer, val_tasks)
+            validating = validation(config, run, val_tasks, on_validation)
+            scheduler = await parts.group_scheduler(gateway, runtimes, observer, validating)
             loops.append(lambda: parts.collect(scheduler, gateway, runtimes.transport))
         if learning:
             trainer = await learning
@@ -267,11 +369,12 @@ async def run_with_checks(wanted: Coroutine[None, None, T], *checks: Coroutine[N
     return task.result()
 
 
-async def connect_gateway(config: TrainConfig, child: GatewayChild | None, admin_key: str | None) -> Any:
+async def connect_gateway(
+    config: TrainConfig, child: GatewayChild | None, admin_key: str | None
+) -> AbstractAsyncContextManager[Any]:
     """Create a client of the child gateway, or of an external one, whose outages are retried."""
     if child is not None:
-        address = await child.ready()
-        return factory.gateway_client(address["local_url"], address["admin_key"])
+        return await child.client()
     if not admin_key:
         raise UsageError(f"the gateway at {config.gateway} needs an admin key: set AFIELD_ADMIN_KEY")
     return factory.gateway_client(
@@ -280,7 +383,10 @@ async def connect_gateway(config: TrainConfig, child: GatewayChild | None, admin
 
 
 async def check_gateway(config: TrainConfig, run: RunDirectory, admin_key: str | None) -> None:
-    """Check that the external gateway answers and accepts the key; a new run waits `FIRST_ANSWER_S`."""
+    """Check that the external gateway answers, accepts the key and serves the run's model.
+
+    A new run waits `FIRST_ANSWER_S` for the answer.
+    """
     unavailable_timeout_s = (
         config.unavailable_timeout_s if run.has_begun else min(config.unavailable_timeout_s, FIRST_ANSWER_S)
     )
@@ -288,7 +394,9 @@ async def check_gateway(config: TrainConfig, run: RunDirectory, admin_key: str |
     async with factory.gateway_client(
         config.gateway, admin_key or "", unavailable_timeout_s=unavailable_timeout_s, delivers=delivers
     ) as gateway:
-        await gateway.version()
+        served = await gateway.served_policy()
+    model = Path(config.model)
+    await asyncio.to_thread(factory.check_served_model, model, served.model, served.version, config.gateway)
 
 
 def warn_context_mismatch(config: TrainConfig, sampled: int | None, trained: int | None) -> None:
@@ -306,7 +414,12 @@ def warn_context_mismatch(config: TrainConfig, sampled: int | None, trained: int
         )
 
 
-def validation(config: TrainConfig, run: RunDirectory, tasks: Sequence[Task]) -> Validation | None:
+def validation(
+    config: TrainConfig,
+    run: RunDirectory,
+    tasks: Sequence[Task],
+    on_validation: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> Validation | None:
     """Build the validation of a run, which writes its results to the run directory; None without tasks."""
     if not tasks:
         return None
@@ -323,11 +436,13 @@ def validation(config: TrainConfig, run: RunDirectory, tasks: Sequence[Task]) ->
             "agent": mean_metrics(finished),
         }
         run.write_validation(line, finished)
+        on_validation(line)
 
     return Validation(
         tasks=tasks,
         every=config.val_every,
-        sampling=Sampling(temperature=config.val_temperature, max_tokens=config.max_tokens),
+        once=config.freeze_weights,
+        sampling=config.val_sampling,
         report=report,
         reported=lambda step: any(line["step"] == step for line in run.read_validation()),
     )
@@ -351,7 +466,7 @@ async def _settle(*tasks: asyncio.Task[Any]) -> None:
 
 
 class TrainingRun:
-    """Started training run. Ends when collector and training loop are done, or when its gateway dies."""
+    """Started training run. Ends when collector and training loop are done, or when its gateway has died."""
 
     def __init__(
         self, loops: Sequence[Callable[[], Coroutine[None, None, None]]], child: GatewayChild | None
@@ -379,6 +494,9 @@ def loop_config(config: TrainConfig) -> LoopConfig:
     return LoopConfig(
         policy=Path(config.model).name,
         stale=config.on_stale,
+        keep_checkpoints=config.keep_checkpoints,
+        checkpoint_every=config.checkpoint_every,
+        async_checkpoints=config.async_checkpoints,
         keep_weights=config.keep_weights,
         keep_rollouts_gb=config.keep_rollouts_gb,
         frozen=config.freeze_weights,

@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from afield.exclusions import check_reason
+from afield.runs.exclusions import check_reason
 from afield.turn_tree import TurnTree
 from afield.types import Exclusion, ImageSpan, Trajectory, Turn, TurnRange, TurnStatus, VersionSpan
 

@@ -97,7 +97,9 @@ class TurnTree:
             if parent is None:
                 raise ValueError(f"turn {turn.id} names an unknown parent {turn.parent}")
             if parent.root != turn.root:
-                raise ValueError(f"turn {turn.id} has root {turn.root}, its parent {parent.root}")
+                raise ValueError(
+                    f"turn {turn.id} has root {turn.root}, but its parent has root {parent.root}"
+                )
             length += self._lengths[parent.id]
             self._parents.add(parent.id)
         self.pictured |= bool(turn.sent_ids)
@@ -264,9 +266,9 @@ def extend_digest(previous: str, message: Message) -> str:
     """Digest of a conversation that is `previous` followed by `message`."""
     state = hashlib.blake2b(previous.encode(), digest_size=16)
     for part in canonical(message):
-        said = part.encode("utf-8", "surrogatepass")
-        state.update(b"%d:" % len(said))  # length prefixes make the encoding unambiguous
-        state.update(said)
+        encoded = part.encode("utf-8", "surrogatepass")
+        state.update(b"%d:" % len(encoded))  # length prefixes make the encoding unambiguous
+        state.update(encoded)
     return state.hexdigest()
 
 

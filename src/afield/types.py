@@ -229,15 +229,24 @@ class Failure(Struct, frozen=True):
     """Python traceback of the agent's or verifier's code; empty without one."""
 
 
+RewardSource = Literal["agent", "caller"]
+"""Who gives the rewards of rollouts: the agent with its result, or the caller after their end."""
+
+
 class Outcome(Struct, frozen=True, kw_only=True):
-    """Result of an attempt: a reward, or a failure. A policy failure may have both."""
+    """Result of an attempt: a reward, a failure, or success whose reward is given later.
+
+    A policy failure may have a reward too.
+    """
 
     rollout_id: str
     """Rollout id."""
     attempt: int
     """Number of the attempt, from 1."""
     reward: float | None = None
-    """Reward to train with; None for a failure without one."""
+    """Reward to train with; None for a failure without one, and while `reward_pending`."""
+    reward_pending: bool = False
+    """Whether the attempt succeeded and its reward is still to be given by the caller."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Named rewards, combined by the trainer's reward weights."""
     turn_rewards: dict[str, float] = field(default_factory=dict)
@@ -263,7 +272,9 @@ class Outcome(Struct, frozen=True, kw_only=True):
         for name, value in (("reward", self.reward), *named):
             if value is not None and not math.isfinite(value):
                 raise ValueError(f"{name} {value} of {self.session_id} is not a finite number")
-        if self.reward is None and self.failure is None:
+        if self.reward_pending and (self.reward is not None or self.failure is not None):
+            raise ValueError(f"{self.session_id}: a pending reward excludes a reward and a failure")
+        if self.reward is None and self.failure is None and not self.reward_pending:
             raise ValueError(f"the outcome of {self.session_id} has neither a reward nor a failure")
         if self.reward is not None and self.failure and self.failure.kind is not FailureKind.POLICY:
             raise ValueError(f"{self.session_id}: a {self.failure.kind} failure never carries a reward")
@@ -273,7 +284,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
         return f"{self.rollout_id}.{self.attempt}"
 
     def reward_or_floor(self, floor: float) -> float | None:
-        """Return the reward, `floor` for a policy failure without one, or None for other failures."""
+        """Return the reward, `floor` for a policy failure without one, or None if there is none."""
         if self.reward is not None:
             return self.reward
         return floor if self.failure and self.failure.kind is FailureKind.POLICY else None
@@ -579,6 +590,45 @@ class Exclusion(Struct, frozen=True):
     """Name of a reason in `exclusions.REASONS`."""
 
 
+class RefusedCalls(Struct, frozen=True, gc=False):
+    """Model calls of a session that the gateway refused with the same error."""
+
+    code: str
+    """Class of the error, such as `context_length_exceeded`."""
+    status: int
+    """HTTP status of the response."""
+    count: int
+    """Number of calls."""
+    message: str
+    """Message of the last refusal, as the client received it."""
+    first: float
+    """Wall-clock time of the first refusal, in seconds."""
+    last: float
+    """Wall-clock time of the last refusal, in seconds."""
+
+
+class RolloutTimes(Struct, frozen=True, kw_only=True, gc=False):
+    """Wall-clock times of a rollout in seconds, by the collector's clock; None where it did not get there.
+
+    `attempted` and the times after it are of the attempt that counts.
+    """
+
+    submitted: float | None = None
+    """Request to run the rollout."""
+    started: float | None = None
+    """Start of the first attempt, after the wait for a concurrency slot."""
+    attempted: float | None = None
+    """Start of the attempt that counts."""
+    launched: float | None = None
+    """The agent accepted its payload."""
+    grading: float | None = None
+    """The agent submitted its work to a separate verifier."""
+    outcome: float | None = None
+    """The outcome was decided."""
+    ended: float | None = None
+    """The record of the session was read."""
+
+
 # --- groups --------------------------------------------------------------------------------------
 
 
@@ -599,6 +649,16 @@ class RolloutResult(Struct, frozen=True, kw_only=True):
     """Number of attempts, including the one that counts."""
     images: tuple[Image, ...] = ()
     """Images of the trajectories, each once."""
+    refused: tuple[RefusedCalls, ...] = ()
+    """Model calls that the gateway refused, by class of error."""
+    times: RolloutTimes = RolloutTimes()
+    """Wall-clock times of the rollout's stages."""
+    advantage: float | None = None
+    """Advantage in the step that trained it; None before that, or without one."""
+    returned: dict[str, Any] = field(default_factory=dict)
+    """Values that the agent returned besides those of the outcome, such as a conversation, as JSON."""
+    returned_left_out: dict[str, int] = field(default_factory=dict)
+    """Size in bytes of returned values that were left out: all together may have 4 MiB."""
 
 
 class Group(Struct, frozen=True, kw_only=True):
@@ -636,4 +696,7 @@ def too_few_rewards(outcomes: Sequence[Outcome], quorum: int) -> str | None:
     if carrying >= quorum:
         return None
     kinds = sorted({str(outcome.failure.kind) for outcome in outcomes if outcome.failure})
-    return f"{carrying} of {len(outcomes)} rollouts carry a reward ({', '.join(kinds)} failures)"
+    reasons = [f"{', '.join(kinds)} failures"] if kinds else []
+    if pending := sum(outcome.reward_pending for outcome in outcomes):
+        reasons.append(f"{pending} still to be given")
+    return f"{carrying} of {len(outcomes)} rollouts carry a reward ({'; '.join(reasons)})"

@@ -15,6 +15,7 @@ import copy
 import hashlib
 import math
 import re
+from collections.abc import Mapping
 from typing import Any, Literal, Self, TypeVar
 from urllib.parse import quote
 
@@ -22,10 +23,24 @@ import msgspec
 from msgspec import Struct
 
 from afield.errors import WireError
-from afield.types import HIDDEN_FIELD, Attempt, Failure, Outcome, Rollout, Sampling, Task, check_id
+from afield.types import (
+    HIDDEN_FIELD,
+    Attempt,
+    Failure,
+    Outcome,
+    RewardSource,
+    Rollout,
+    Sampling,
+    Task,
+    check_id,
+)
 
 VERSION = 1
 MAX_PART = 200
+SPARE_DEPTH = 64
+"""Levels of nesting that files of rollouts may add to a returned value."""
+MAX_RETURNED_BYTES = 4 * 2**20
+"""Bytes of JSON that a rollout keeps of what its agent returned."""
 ROLLOUT_FIELD = "_rollout"
 SUBMISSION_FIELD = "submission"
 COMMITS, LATE, ADOPTED, FENCED = "commits", "late", "adopted", "fenced"
@@ -75,10 +90,17 @@ class Invocation(Struct, frozen=True, kw_only=True):
     """SQS queue for the hint; None sends no hint there."""
     hint_url: str | None = None
     """NATS or Redis URL for the hint; None sends no hint there."""
+    args: dict[str, Any] = {}
+    """Arguments of the agent, the same for all tasks of a run."""
+    traceparent: str = ""
+    """W3C trace context of the attempt, for spans of the agent's own; empty without traces."""
     role: Literal["agent", "judged", "verifier"] = "agent"
     """Role of the invoked program: an `agent` gives its own reward, a `judged` agent submits work, and the
     `verifier` gives the reward for a submission.
     """
+
+    reward_from: RewardSource = "agent"
+    """Who gives the reward: the `agent` returns it, or the `caller` gives it after the rollout's end."""
 
     def __post_init__(self) -> None:
         for name in ("exp_id", "rollout_id", "group_id", "session_id"):
@@ -300,6 +322,32 @@ def _refuse_non_finite(value: object) -> None:
     elif isinstance(value, list | tuple):
         for item in value:
             _refuse_non_finite(item)
+
+
+def bounded(
+    values: Mapping[str, Any], limit: int = MAX_RETURNED_BYTES
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Values that fit into `limit` bytes of JSON together, smallest first, and the sizes of the others.
+
+    A value that cannot be stored has the size 0.
+    """
+    sizes: dict[str, int] = {}
+    left_out: dict[str, int] = {}
+    total = 0
+    for name, value in values.items():
+        try:
+            data = encode({name: value})
+            sizes[name] = len(data)
+            msgspec.msgpack.encode(value)
+            msgspec.json.decode(b"[" * SPARE_DEPTH + data + b"]" * SPARE_DEPTH)
+        except (WireError, OverflowError, RecursionError):  # what a file of rollouts cannot hold
+            sizes.pop(name, None)
+            left_out[name] = 0
+    for name in sorted(sizes, key=lambda name: sizes[name]):
+        total += sizes[name]
+        if total > limit:
+            left_out[name] = sizes[name]
+    return {name: value for name, value in values.items() if name not in left_out}, left_out
 
 
 def decode(data: bytes | str, into: type[T], what: str) -> T:

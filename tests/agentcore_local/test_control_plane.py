@@ -291,7 +291,7 @@ async def test_long_lists_come_in_pages() -> None:
         assert await caller.call(names, control=caller.control) == wanted
 
 
-async def test_a_program_that_is_not_there_ends_in_create_failed_with_the_reason(tmp_path: Path) -> None:
+async def test_a_program_that_does_not_exist_ends_in_create_failed_with_the_reason(tmp_path: Path) -> None:
     gone = tmp_path / "gone.py"
     async with agentcore_server(images={"math": AgentImage(script=str(gone))}) as caller:
         assert await caller.ready() == "CREATE_FAILED"
@@ -302,7 +302,7 @@ async def test_a_program_that_is_not_there_ends_in_create_failed_with_the_reason
             await caller.invoke({})
 
 
-async def test_a_runtime_that_cannot_be_made_by_bad_luck() -> None:
+async def test_injected_create_fault_ends_in_create_failed() -> None:
     async with agentcore_server(faults={"create": InjectedFault(1.0)}) as caller:
         assert await caller.ready() == "CREATE_FAILED"
 

@@ -1,11 +1,14 @@
 """Agent that calls the model, sleeps for `seconds`, and calls it again.
 
+With `until` it also waits for that file, and first leaves one named by its session beside it.
+
 It uses no client library, whose import would take longer than the rollout.
 """
 
 import json
 import time
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import afield
@@ -24,5 +27,10 @@ def agent(task: dict[str, Any], rollout: afield.Context) -> float:
     messages = [{"role": "user", "content": task["question"]}]
     reply = chat(rollout, messages)
     time.sleep(task.get("seconds", 0.5))
+    if "until" in task:
+        until = Path(task["until"])
+        until.with_name(rollout.session_id).touch()
+        while not until.exists():
+            time.sleep(0.05)
     reply = chat(rollout, [*messages, reply, {"role": "user", "content": "Are you sure?"}])
     return float(len(reply["content"] or "") % 2)

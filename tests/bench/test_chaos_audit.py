@@ -54,7 +54,7 @@ def test_group_trained_twice_is_a_duplicate_even_without_records() -> None:
     assert not compared_with_dataset(rows, ["a-0"], ["a"], 2)["equal"]
 
 
-def test_reuse_counts_calls_before_kills_that_were_at_stake_once_each() -> None:
+def test_reuse_counts_each_call_that_a_kill_could_lose_once() -> None:
     sampled = [
         Sampled("a-0.1", "t1", 10, 1),  # trained later: kept
         Sampled("a-0.1", "t2", 10, 6),  # after all kills: not at stake

@@ -61,9 +61,8 @@ def read(
     tools: list[Tool],
     *,
     cuts: Iterable[int] = (),
-    hold_calls: bool = True,
 ) -> tuple[Message, list[Event]]:
-    parser = tokens.parser(tools=tools, hold_calls=hold_calls)
+    parser = tokens.parser(tools=tools)
     events: list[Event] = []
     for start, end in pairwise([0, *sorted(cuts), len(ids)]):
         events += parser.feed(ids[start:end])
@@ -265,14 +264,13 @@ COMMON = [" ", "\n", "word", "é🐍", "<", "</", "[", '"']
 
 
 @pytest.mark.parametrize("name", PIECES)
-@given(data=st.data(), hold=st.booleans(), whole=st.booleans())
+@given(data=st.data(), whole=st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_reply_does_not_depend_on_chunking(
     directories: dict[str, Path],
     models: dict[str, ChatTokenizer],
     name: str,
     data: st.DataObject,
-    hold: bool,
     whole: bool,
 ) -> None:
     """In order for the most part, so that calls are made; `whole` is the format's own order."""
@@ -283,10 +281,10 @@ def test_reply_does_not_depend_on_chunking(
     tokens = models[name]
     ids = sampled(directories[name], text) if data.draw(st.booleans()) else tokens.encode_text(text)
     tools = [tool_for({"a": 1})]
-    at_once = read(tokens, ids, tools, hold_calls=hold)
+    at_once = read(tokens, ids, tools)
     cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=6))
-    assert read(tokens, ids, tools, cuts=cuts, hold_calls=hold) == at_once
-    assert read(tokens, ids, tools, cuts=range(1, len(ids)), hold_calls=hold) == at_once
+    assert read(tokens, ids, tools, cuts=cuts) == at_once
+    assert read(tokens, ids, tools, cuts=range(1, len(ids))) == at_once
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_a_strict_session_refuses_what_a_rule_would_change_and_names_the_rule(
 ) -> None:
     strict = models["moving"].under(render="strict")
     with pytest.raises(
-        TemplateRefusal, match=r"roles: system, user, system.*rules fold-system.*render 'fold'"
+        TemplateRefusal, match=r"roles: system, user, system.*changes fold-system.*render = 'fold'"
     ):
         strict.render([SYSTEM, QUESTION, LATER], [])
     with pytest.raises(TemplateRefusal, match="fold-tools"):
@@ -161,7 +161,7 @@ def test_a_conversation_that_needs_no_rule_is_the_same_under_both_policies(
     )
 
 
-def test_an_unknown_policy_is_a_usage_error(models: dict[str, ChatTokenizer]) -> None:
+def test_unknown_render_policy_is_refused_with_the_known_ones(models: dict[str, ChatTokenizer]) -> None:
     with pytest.raises(UsageError, match="unknown render policy 'maybe'; choose one of: fold, strict"):
         models["tiny"].under(render="maybe")
 
@@ -271,7 +271,7 @@ def test_rules_do_not_change_messages_before_a_turn(
 
 
 @given(st.lists(said(), max_size=9), st.sets(st.sampled_from(sorted(RULES))))
-def test_rules_keep_every_text(messages: list[Message], rules: set[str]) -> None:
+def test_folding_rules_keep_the_text_of_every_message(messages: list[Message], rules: set[str]) -> None:
     folded = fold(messages, [], frozenset(rules))
     text = "\n".join(f"{m.reasoning}\n{m.content}" for m in folded.messages)
     for message in messages:

@@ -39,9 +39,9 @@ class Tiny:
         return sampled(self.directory, text)
 
     def read(
-        self, ids: list[int], *, cuts: Iterable[int] = (), tools: bool = True, hold_calls: bool = False
+        self, ids: list[int], *, cuts: Iterable[int] = (), tools: bool = True
     ) -> tuple[Message, list[Event]]:
-        parser = self.tokens.parser(tools=[TOOL] if tools else [], hold_calls=hold_calls)
+        parser = self.tokens.parser(tools=[TOOL] if tools else [])
         edges = [0, *sorted(cuts), len(ids)]
         events: list[Event] = []
         for start, end in pairwise(edges):
@@ -173,37 +173,23 @@ def test_without_tools_everything_is_text(tiny: Tiny) -> None:
     assert tiny.reply(f" a {CALL}\n<|im_end|>", tools=False).content == f" a {CALL}\n"
 
 
-def test_a_call_starts_when_its_name_is_known_and_streams_its_arguments(tiny: Tiny) -> None:
+def test_a_call_is_reported_when_it_is_complete(tiny: Tiny) -> None:
     parser = tiny.tokens.parser(tools=[TOOL])
-    assert parser.feed(tiny.ids('<tool_call>{"name": "look')) == []
-    assert parser.feed(tiny.ids('up",')) == [ToolStart(0, "lookup")]
-    assert parser.feed(tiny.ids(' "arguments": {"key": ')) == [ToolArguments(0, '{"key": ')]
-    assert parser.feed(tiny.ids('"sev')) == [ToolArguments(0, '"sev')]
-    assert parser.feed(tiny.ids('en"}}')) == [ToolArguments(0, 'en"}')]
+    assert parser.feed(tiny.ids('<tool_call>{"name": "lookup", "arguments": {"key": "sev')) == []
+    assert parser.feed(tiny.ids('en"}}')) == []
     assert parser.reply.tool_calls == ()
-    assert parser.feed(tiny.ids("</tool_call>")) == [ToolEnd(0)]
+    events = [ToolStart(0, "lookup"), ToolArguments(0, '{"key": "seven"}'), ToolEnd(0)]
+    assert parser.feed(tiny.ids("</tool_call>")) == events
     assert parser.reply.tool_calls == (call("seven", ""),)
 
 
-def test_a_call_that_breaks_after_its_start_is_withdrawn_and_the_next_has_another_index(tiny: Tiny) -> None:
-    broken = '<tool_call>{"name": "f", "arguments": {"a": oops}}'
-    reply, events = tiny.read(tiny.ids(broken + CALL))
-    assert reply == Message(role="assistant", content=broken, tool_calls=(call("seven", ""),))
-    assert events[:3] == [ToolStart(0, "f"), ToolArguments(0, '{"a": oops'), TextDelta(broken)]
-    assert events[3:] == [ToolStart(1, "lookup"), ToolArguments(1, '{"key": "seven"}'), ToolEnd(1)]
-
-
-def test_held_calls_are_never_withdrawn(tiny: Tiny) -> None:
+def test_a_malformed_call_is_text_and_the_next_call_has_its_index(tiny: Tiny) -> None:
     broken = '<tool_call>{"name": "f", "arguments": {"a": oops}}'
     ids = tiny.ids(broken + CALL)
-    reply, events = tiny.read(ids, hold_calls=True, cuts=range(1, len(ids)))
-    assert events == [
-        TextDelta(broken),
-        ToolStart(0, "lookup"),
-        ToolArguments(0, '{"key": "seven"}'),
-        ToolEnd(0),
-    ]
-    assert reply == tiny.read(ids)[0]
+    reply, events = tiny.read(ids, cuts=range(1, len(ids)))
+    assert reply == Message(role="assistant", content=broken, tool_calls=(call("seven", ""),))
+    start, arguments = ToolStart(0, "lookup"), ToolArguments(0, '{"key": "seven"}')
+    assert events == [TextDelta(broken), start, arguments, ToolEnd(0)]
 
 
 def test_a_marker_spelled_in_pieces_is_the_same_marker(tiny: Tiny) -> None:
@@ -268,22 +254,20 @@ PIECES = [
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
 
 
-@given(text=TEXTS, spelled=st.booleans(), data=st.data(), hold=st.booleans())
+@given(text=TEXTS, spelled=st.booleans(), data=st.data())
 @settings(max_examples=100, deadline=None)
-def test_reply_does_not_depend_on_chunking(
-    tiny: Tiny, text: str, spelled: bool, data: st.DataObject, hold: bool
-) -> None:
+def test_reply_does_not_depend_on_chunking(tiny: Tiny, text: str, spelled: bool, data: st.DataObject) -> None:
     ids = tiny.tokens.encode_text(text) if spelled else tiny.ids(text)
     cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=6))
-    at_once = tiny.read(ids, hold_calls=hold)
-    assert tiny.read(ids, cuts=cuts, hold_calls=hold) == at_once
-    assert tiny.read(ids, cuts=range(1, len(ids)), hold_calls=hold) == at_once
+    at_once = tiny.read(ids)
+    assert tiny.read(ids, cuts=cuts) == at_once
+    assert tiny.read(ids, cuts=range(1, len(ids))) == at_once
 
 
 @given(text=TEXTS)
 @settings(max_examples=100, deadline=None)
-def test_the_events_of_held_calls_add_up_to_the_reply(tiny: Tiny, text: str) -> None:
-    reply, events = tiny.read(tiny.ids(text), hold_calls=True)
+def test_the_events_add_up_to_the_reply(tiny: Tiny, text: str) -> None:
+    reply, events = tiny.read(tiny.ids(text))
     assert "".join(e.text for e in events if isinstance(e, TextDelta)) == reply.content
     assert "".join(e.text for e in events if isinstance(e, ReasoningDelta)) == reply.reasoning
     names = [e.name for e in events if isinstance(e, ToolStart)]

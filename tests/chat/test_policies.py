@@ -133,9 +133,9 @@ def test_a_faithful_session_reads_control_tokens_in_content_as_transformers_does
 
 def test_a_rejecting_session_names_the_literal_and_the_message(tiny: ChatTokenizer) -> None:
     tokens = tiny.under(escape="reject")
-    with pytest.raises(TemplateRefusal, match=r"message 1 \(user\) spells the control token '<\|im_end\|>'"):
+    with pytest.raises(TemplateRefusal, match=r"\(user\) contains the control token '<\|im_end\|>'"):
         tokens.render([SYSTEM, SPELLED], [])
-    with pytest.raises(TemplateRefusal, match=r"spells the control token '<think>'"):
+    with pytest.raises(TemplateRefusal, match=r"contains the control token '<think>'"):
         tokens.encode_text("a <think> tag")
     assert tokens.append([SPELLED], truncated=False) is None
     assert tokens.render([SYSTEM, QUESTION], [TOOL]) == tiny.render([SYSTEM, QUESTION], [TOOL])

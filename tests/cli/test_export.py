@@ -66,6 +66,20 @@ def test_the_file_contains_everything_the_run_was_trained_on(
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
 
 
+def test_atif_files_of_a_run_export_to_the_same_rows(
+    trained: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    direct, again, atif = tmp_path / "direct.jsonl", tmp_path / "again.jsonl", tmp_path / "atif"
+    assert main(["export", str(trained.path), "--out", str(atif), "--format", "atif"]) == 0
+    assert len(list(atif.iterdir())) == 8
+    first = json.loads(min(atif.iterdir()).read_text())
+    assert first["agent"]["name"].endswith("slow_agent.py:agent")
+    assert [step["source"] for step in first["steps"]] == ["user", "agent"] * 2
+    assert main(["export", str(trained.path), "--out", str(direct)]) == 0
+    assert main(["export", str(atif), "--out", str(again)]) == 0
+    assert read_jsonl(again) == read_jsonl(direct)
+
+
 def test_one_step_is_exported_alone(
     trained: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,3 +146,25 @@ def test_invalid_input_is_refused(
     paths = [str(hand_made.path) if a == "RUN" else a for a in arguments]
     assert main(["export", *paths]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_sft_pairs_are_the_conversations_of_the_best_rollouts(
+    trained: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "pairs.jsonl"
+    assert main(["export", str(trained.path), "--format", "sft", "--out", str(out), "--json"]) == 0
+    pairs = [json.loads(line) for line in out.read_text().splitlines()]
+    assert json.loads(capsys.readouterr().out)["pairs"] == len(pairs) == 4
+    recorded = [f for step in trained.steps() for f in trained.read_rollouts(step)]
+    rewards: dict[str, float] = {}
+    for result in recorded:
+        group = result.rollout.group_id
+        rewards[group] = max(rewards.get(group, 0.0), result.outcome.reward or 0.0)
+    groups = {result.rollout.id: result.rollout.group_id for result in recorded}
+    for pair in pairs:
+        assert pair["reward"] == rewards[groups[pair["rollout_id"]]]
+        assert [m["role"] for m in pair["prompt"]] == ["user"]
+        assert [m["role"] for m in pair["completion"]] == ["assistant", "user", "assistant"]
+        assert pair["completion"][1]["content"] == "Are you sure?"
+    assert main(["export", str(trained.path), "--format", "sft", "--min-reward", "9", "--out", str(out)]) == 0
+    assert out.read_text() == ""

@@ -19,7 +19,6 @@ import pytest
 from tests.cli.conftest import RunCommand
 
 from afield.errors import UsageError
-from afield.gateway.client import HttpGateway
 from afield.interfaces import SessionSpec
 from afield.orchestrator.state import RunDirectory
 from afield.sdk.listen import listen
@@ -65,7 +64,7 @@ def test_partial_replies_are_stored_as_aborted_on_sigterm(tmp_path: Path) -> Non
         stream.readline()
         process.send_signal(signal.SIGTERM)
         code, out, err = finish(process, 60)
-    assert code == 143, err
+    assert code == 0, err
     assert "Traceback" not in err
     assert not out and "curl" not in err  # --json prints one line
     with closing(sqlite3.connect(tmp_path / "store" / "gateway.sqlite")) as store:
@@ -111,13 +110,12 @@ async def test_the_gateway_of_a_run_has_the_limits_of_the_run(tmp_path: Path) ->
     settings: dict[str, Any] = {"agent": "a.py:agent", "model": str(POLICY), "engine": script}
     config = train_config(None, settings | {"max_submission_mb": 1, "max_rewards": 2, "path_keys": True})
     async with gateway_child(config, RunDirectory(tmp_path / "run")) as child:
-        address = await child.ready()
-        async with HttpGateway(address["local_url"], address["admin_key"]) as gateway:
+        async with await child.client() as gateway:
             session = await gateway.open(SessionSpec(id="r.1"))
         bodies = [{"reward": 1.0, "name": name} for name in "abc"]
         bodies.append({"reward": 1.0, "name": "a", "metadata": {"large": "x" * 2_000_000}})
         replies: list[str] = []
-        assert session.base_url == f"{address['url']}/k/{session.api_key}"
+        assert session.base_url.endswith(f"/k/{session.api_key}")
         async with aiohttp.ClientSession() as http:
             for body in map(json.dumps, bodies):
                 data = io.BytesIO(body.encode())

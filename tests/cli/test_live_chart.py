@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 from msgspec import structs
 
 from afield.cli.live_chart import Screen, describe
+from afield.cli.main import replace_unknown_characters
 from afield.cli.report import summarise
 from afield.orchestrator.state import RunDirectory
 from afield.orchestrator.training_loop import StepMetrics
@@ -99,6 +103,59 @@ def test_equal_failures_are_printed_once_and_others_up_to_a_bound(
 def test_policy_failures_are_counted_apart_from_failed_rollouts() -> None:
     line = structs.replace(LINE, failed=2, failures={"policy": 3, "task": 2})
     assert describe(line, 3).endswith("failed 2 (task 2)  policy failures 3")
+
+
+def on_terminal(written: str) -> list[str]:
+    """Lines that a terminal shows after this output: cursor up, erased lines and returns are followed."""
+    lines, row = [""], 0
+    for word in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|\n|\r|[^\x1b\n\r]+", written):
+        if word == "\x1b[1A":
+            row -= 1
+        elif word == "\x1b[2K":
+            lines[row] = ""
+        elif word == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif not word.startswith(("\x1b", "\r")):
+            lines[row] += word
+    return lines
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_step_lines_stay_on_a_terminal_of_any_encoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding, write_through=True))
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    replace_unknown_characters()
+    with pytest.raises(KeyboardInterrupt), open_screen(tmp_path) as screen:
+        screen.ready()
+        screen.step_done(structs.replace(LINE, reward=0.25))
+        screen.step_done(structs.replace(LINE, step=2, reward=0.75))
+        raise KeyboardInterrupt
+    lines = on_terminal(written.getvalue().decode(encoding))
+    assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/3", "2/3"]
+    assert sum("mean reward per step" in line for line in lines) == 1
+    assert "2/3" in lines[-4] and lines[-1] == ""
+
+
+@pytest.mark.parametrize(
+    ("steps", "printed"),
+    [(1, "(first 1 step) -> 0.500 (last 1 step) in 1 step,"), (6, "(last 3 steps) in 6 steps,")],
+)
+def test_the_summary_names_the_steps_of_its_means(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int, printed: str
+) -> None:
+    screen = open_screen(tmp_path)
+    run = RunDirectory(tmp_path / "short")
+    run.path.mkdir()
+    for step in range(1, steps + 1):
+        run.append_metrics(structs.asdict(structs.replace(LINE, step=step, reward=0.5)))
+    values = {"agent": "agent.py:agent", "model": "model", "tasks": "tasks.jsonl"}
+    screen.finished(summarise(run, train_config(None, values), wall_s=1.0))
+    assert printed in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.cli.conftest import RunCommand
 
 from afield import factory
-from afield.errors import Unavailable
+from afield.chat import identify
+from afield.errors import Unavailable, UsageError
 from afield.orchestrator.state import RunDirectory
 from afield.settings.train import train_config
-from afield.training_run import GatewayChild
-from support.gateways import POLICY
+from afield.utils.gateway_process import GatewayProcess
+from support.client_gateway import threaded_gateway
+from support.gateways import ADMIN, POLICY
 from support.processes import AGENTS, command, finish, start, summary, train_arguments, unlearned, write_tasks
 from support.processes import until as wait_until
 
@@ -36,6 +39,9 @@ SOURCE = "def agent(task):\n    return 1.0\n"
         (("--on-stale", "keep"), "drop, correct"),
         (("--advantage", "ppo"), "grpo, remax"),
         (("--run", "good", "--deliver", "mail"), "store, gateway"),
+        (("--top-p", "0.9"), "top_p = 0.9 truncates the distribution, which the trainer cannot reproduce"),
+        (("--top-k", "5"), "sample without training: `afield eval`, or --freeze-weights"),
+        (("--top-p", "1.5"), "must be above 0 and at most 1"),
         (("--run", "../up"), "run name '../up'"),
         (("--run", ""), "run name ''"),
         (("--epochs", "2", "--steps", "3"), "give one of them"),
@@ -115,24 +121,78 @@ def test_an_unreachable_gateway_is_named_at_the_start(
     assert not list((tmp_path / "runs").glob("*"))
 
 
+def change_template(model: Path) -> None:
+    path = model / "chat_template.jinja"
+    path.write_text(path.read_text() + "{# changed #}")
+
+
+def change_sizes(model: Path) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "intermediate_size": 7}))
+
+
+def change_weights(model: Path) -> None:
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000] + bytes(1000))
+
+
+@pytest.mark.parametrize(
+    ("change", "part", "freeze"),
+    [
+        (change_template, "tokenizer", True),
+        (change_sizes, "architecture", True),
+        (change_weights, "weights", True),
+        (change_weights, "weights", False),
+    ],
+)
+def test_a_gateway_that_serves_another_model_is_refused_at_the_start(
+    tmp_path: Path,
+    run_command: RunCommand,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path], None],
+    part: str,
+    freeze: bool,
+) -> None:
+    monkeypatch.setenv("AFIELD_ADMIN_KEY", ADMIN)
+    other = Path(shutil.copytree(POLICY, tmp_path / "other"))
+    change(other)
+    arguments = train_arguments(tmp_path, "slow_agent.py", ROWS, "--steps", 1)
+    options = ("--freeze-weights",) if freeze else ()
+    with threaded_gateway(tmp_path / "served", other) as gateway:
+        code, _, err = run_command(*arguments, "--gateway", gateway.url, *options)
+    assert code == 2 and f"model {POLICY} ({POLICY.name}), but the gateway at {gateway.url}" in err
+    assert f"serves 'other', whose {part}" in err and f"start the gateway with --model {POLICY}" in err
+    assert not list((tmp_path / "runs").glob("*"))
+
+
+def test_the_same_model_under_another_name_and_published_weights_are_accepted(tmp_path: Path) -> None:
+    other = Path(shutil.copytree(POLICY, tmp_path / "other"))
+    factory.check_served_model(POLICY, identify(other), 0, "http://gateway")
+    change_weights(other)
+    factory.check_served_model(POLICY, identify(other), 3, "http://gateway")
+    factory.check_served_model(POLICY, None, 0, "http://gateway")
+    with pytest.raises(UsageError, match="weights are different"):
+        factory.check_served_model(POLICY, identify(other), 0, "http://gateway")
+
+
 @pytest.mark.parametrize("directory", ["/proc/runs", "/dev/null/runs"])
 def test_an_unwritable_runs_directory_is_named(
     directory: str, tmp_path: Path, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AFIELD_RUNS", directory)
     code, _, err = run_command(*train_arguments(tmp_path, "slow_agent.py", ROWS))
-    assert code == 2 and f"a run cannot be kept in {directory}" in err
+    assert code == 2 and f"run directory {directory}" in err
 
 
 @pytest.mark.anyio
 async def test_a_gateway_that_starts_too_slowly_is_reported_with_the_setting(tmp_path: Path) -> None:
-    process = await asyncio.create_subprocess_exec("sleep", "60", stdout=asyncio.subprocess.PIPE)
+    process = GatewayProcess(["sleep", "60"], os.environ, tmp_path / "gateway.log", start_timeout_s=0.1)
+    await process.start(b"")
     try:
         with pytest.raises(Unavailable, match=r"within 0.1 s; see .*, or raise engine_start_timeout_s"):
-            await GatewayChild(process, tmp_path / "gateway.log", 0.1).ready()
+            await process.ready()
     finally:
-        process.kill()
-        await process.communicate()
+        await process.stop()
 
 
 # --- agents and models ------------------------------------------------------------------------
@@ -183,6 +243,14 @@ def test_a_name_that_a_file_may_define_when_imported_is_accepted(
         Path("agent.py").write_text(source)
         # The model is checked after the agent.
         assert "bare has no weights" in refusal(run_command, "agent.py:agent", "--model", no_weights)
+
+
+def test_a_name_on_the_hub_is_refused_with_the_command_that_fetches_it(run_command: RunCommand) -> None:
+    Path("agent.py").write_text(SOURCE)
+    err = refusal(run_command, "agent.py:agent", "--model", "Qwen/Qwen3-0.6B")
+    there = Path.cwd() / "Qwen" / "Qwen3-0.6B"
+    assert f"hf download Qwen/Qwen3-0.6B --local-dir {there}" in err
+    assert "hf download" not in refusal(run_command, "agent.py:agent", "--model", "nowhere")
 
 
 def test_an_incomplete_model_is_refused_with_the_missing_part(
@@ -320,3 +388,46 @@ def test_the_start_timeout_of_the_gateway_comes_from_the_run() -> None:
     config = train_config(None, {"agent": "a.py:agent", "model": "m", "engine_start_timeout_s": 1000.0})
     settings = factory.gateway_settings(config, RunDirectory(Path("run")))
     assert settings.engine_start_timeout_s == 1000.0 < factory.start_timeout(settings)
+
+
+# --- gateway pool -----------------------------------------------------------------------------
+
+
+def test_a_run_with_a_pool_survives_a_killed_gateway(tmp_path: Path, run_command: RunCommand) -> None:
+    (tmp_path / "marks").mkdir()
+    killed = tmp_path / "marks" / "killed"
+    row = {"seconds": 0, "until": str(killed)}
+    rows = [{"id": f"q{i}", "question": f"Question {i}?", **row} for i in range(2)]
+    options = ("--gateways", 2, "--rollouts", 2, "--tasks-per-step", 2, "--steps", 1, "--run", "pool")
+    arguments = train_arguments(tmp_path, "slow_agent.py", rows, *unlearned(tmp_path), *options)
+    training = start(tmp_path, *arguments)
+    try:
+        wait_until(lambda: len(list(killed.parent.iterdir())) == 4, "four agents wait")
+        listed = json.loads(run_command("ps", "pool", "--json")[1])["sessions"]
+        gateways = [row["session"] for row in listed if row["role"] == "gateway"]
+        assert sorted(gateways) == ["gateway-0", "gateway-1"]
+        code, out, _ = run_command("kill", "gateway-0", "--run", "pool")
+        assert code == 0 and "has ended" in out
+    finally:
+        killed.touch()
+        code, out, err = finish(training)
+    assert code == 0, err
+    result = summary(out)
+    assert (result["rollouts"], result["failed"], result["trained"]) == (4, 0, 4)
+    assert "gateway-0: lost, starting a replacement" in err
+    assert json.loads(run_command("ps", "pool", "--json")[1])["sessions"] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (("--gateway", "http://127.0.0.1:1"), "is a running one; leave out gateways and on"),
+        (("--gateway-url", "http://x:1", "--gateway-port", 1), "is the address of one gateway"),
+    ],
+)
+def test_a_pool_with_the_address_of_one_gateway_is_refused(
+    options: tuple[object, ...], error: str, tmp_path: Path, run_command: RunCommand
+) -> None:
+    arguments = train_arguments(tmp_path, "slow_agent.py", ROWS, "--gateways", 2, *options)
+    code, _, err = run_command(*arguments)
+    assert code == 2 and error in err

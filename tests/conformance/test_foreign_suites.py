@@ -12,7 +12,6 @@ import pytest
 
 from afield import factory
 from afield.cli.main import main
-from afield.conformance.clients.base import ClientCommand, Stage
 from afield.conformance.model import CONTROL, IMAGE, SWITCHABLE_TEMPLATE, write_model
 from afield.conformance.runner import run_gateway
 from afield.conformance.suites import registry
@@ -20,6 +19,7 @@ from afield.conformance.suites.rule_model import RuleModel, read_prompt
 from afield.conformance.suites.runner import CaseResult, ForeignSuite, judge
 from afield.conformance.suites.values import Values, example, places
 from afield.errors import Unavailable
+from afield.harnesses.base import ClientCommand, Stage
 from afield.interfaces import SessionSpec
 
 pytestmark = pytest.mark.anyio
@@ -114,7 +114,7 @@ WEATHER = {
 }
 
 
-async def test_the_model_calls_tools_and_goes_on_from_their_results(tmp_path: Path):
+async def test_the_model_calls_tools_and_continues_from_their_results(tmp_path: Path):
     model = write_model(tmp_path / "model", SWITCHABLE_TEMPLATE, (*CONTROL, IMAGE))
     vocabulary = factory.vocabulary_of(model)
     engine = factory.load("engine", "scripted", factory.ENGINES)(

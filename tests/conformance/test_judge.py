@@ -18,9 +18,8 @@ from afield.chat.vocabulary import Vocabulary
 from afield.cli.main import main
 from afield.conformance import runner
 from afield.conformance.clients import CLIENTS, select_clients
-from afield.conformance.clients.base import Client, ClientCommand, Stage
+from afield.conformance.clients.base import Client
 from afield.conformance.decoders import ClientCall, ClientMessage, ClientRequest, UnknownShape, decode
-from afield.conformance.environments import interpreter, python_environment
 from afield.conformance.judge import Verdict, judge
 from afield.conformance.model import CHATML, hermes, qwen_xml, select_families, write_model
 from afield.conformance.oracle import Oracle, Renderer, fold_system
@@ -37,8 +36,10 @@ from afield.conformance.scenario import (
 )
 from afield.conformance.script import RandomTokenizer, Script
 from afield.errors import Unavailable, UsageError
+from afield.harnesses.base import ClientCommand, Stage
 from afield.interfaces import SessionRecord, SessionSpec
 from afield.types import Exclusion, TurnStatus
+from afield.utils.installations import interpreter, python_environment
 
 pytestmark = pytest.mark.anyio
 
@@ -411,7 +412,9 @@ async def test_a_call_without_a_request_is_found(judged: Judged):
     ]
 
 
-async def test_a_sampled_turn_in_other_tokens_is_found(judged: Judged, vocabulary: Vocabulary):
+async def test_judge_reports_a_sampled_turn_that_returns_with_other_token_ids(
+    judged: Judged, vocabulary: Vocabulary
+):
     """The text is the same, and the client could not tell."""
     last, before = judged.engine_calls[-1], judged.engine_calls[-2]
     at, end = len(before.prompt_ids), len(before.prompt_ids) + len(before.token_ids)
@@ -556,7 +559,7 @@ def test_what_asks_no_model_is_no_request():
     assert decode(parse_request(b"GET /v1/models HTTP/1.1\r\n\r\n", b"", None)) is None
 
 
-def test_a_shape_that_nobody_knows_is_not_passed_over():
+def test_unknown_request_shape_raises_unknown_shape():
     image = {"type": "image_url", "image_url": {"url": "data:"}}
     with pytest.raises(UnknownShape, match="image_url"):
         decode(on_the_wire("/v1/chat/completions", {"messages": [{"role": "user", "content": [image]}]}))
@@ -583,7 +586,7 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
 
 
 @pytest.mark.parametrize("spell", [hermes, qwen_xml])
-def test_words_are_sampled_another_way_each_time_and_never_as_a_tokenizer_would(
+def test_random_tokenizer_never_gives_the_canonical_ids_or_the_same_ids_twice(
     vocabulary: Vocabulary, spell: Callable[[ModelReply], str]
 ):
     words = spell(ModelReply(text="naïve 北京 ☂ 🚲 and on", reasoning="why?", uses=(look("main", 1),)))
@@ -594,7 +597,7 @@ def test_words_are_sampled_another_way_each_time_and_never_as_a_tokenizer_would(
     assert tuple(vocabulary.encode(words)) not in ways
 
 
-def test_a_thread_stands_at_its_last_marker():
+def test_last_marker_is_found_in_a_text():
     assert last_marker(f"{marker('main', 1)} then {marker('sub', 12)} and [at main-$((1+1))]") == "sub-12"
     assert last_marker("nowhere") is None
 

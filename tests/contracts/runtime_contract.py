@@ -132,7 +132,7 @@ class RuntimeContract:
         assert (await finished(place, await place.launch({"do": "reward"}, n=2))).failure is None
 
     @pytest.mark.parametrize(("do", "said"), [("exit", "3"), ("kill", "9")])
-    async def test_a_place_that_dies_is_known_with_its_last_words(
+    async def test_a_place_that_dies_is_known_with_its_last_output(
         self, place: Place, can: Capabilities, do: str, said: str
     ) -> None:
         if can.isolation == "none":

@@ -199,7 +199,7 @@ async def test_an_older_version_is_refused(engine: Engine, models: list[Path]) -
     assert (await engine.info()).version == 3
 
 
-async def test_closing_early_abandons_the_call_and_the_engine_goes_on(engine: Engine) -> None:
+async def test_closing_early_abandons_the_call_and_the_engine_continues(engine: Engine) -> None:
     for n in range(10):
         async with aclosing(engine.generate(a_call(id=f"short-{n}", stream=True, max_tokens=100))) as chunks:
             async for _ in chunks:

@@ -220,7 +220,7 @@ async def test_a_place_that_cannot_be_written_is_refused_with_its_name(tmp_path:
             await files.deliver(one, record(one))
 
 
-async def test_a_transport_outside_its_block_says_so(tmp_path: Path) -> None:
+async def test_transport_used_outside_async_with_raises_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="async with"):
         await FilesTransport(tmp_path).decision(waiting())
 

@@ -188,7 +188,7 @@ class TransportContract:
 
     # --- hints -------------------------------------------------------------------------------------
 
-    async def test_a_delivery_gives_a_hint(self, transport: StoreTransport) -> None:
+    async def test_delivery_sends_a_hint_to_its_experiment(self, transport: StoreTransport) -> None:
         one = invocation()
         assert await transport.hints(EXP, 0) == []
         await transport.deliver(one, record(one))
@@ -238,7 +238,7 @@ class TransportContract:
                 "doubles of what was acknowledged go as well"
             )
 
-    async def test_a_hint_that_is_late_for_a_fenced_attempt_goes_away(self, backend: Backend) -> None:
+    async def test_late_hint_of_a_fenced_attempt_is_removed(self, backend: Backend) -> None:
         async with backend.transport(lease_s=self.lease_s) as transport:
             await transport.fence(waiting(), "deadline")
             await transport.notifier.send(EXP, hint("r.1"))
@@ -258,7 +258,7 @@ class TransportContract:
             assert await transport.hints(EXP, 2.5 * self.lease_s) == []
             assert await backend.dead_letters(transport, EXP) == []
 
-    async def test_a_message_nobody_can_read_is_set_aside(
+    async def test_unreadable_message_becomes_a_dead_letter(
         self, backend: Backend, caplog: pytest.LogCaptureFixture
     ) -> None:
         one = invocation()
@@ -273,7 +273,7 @@ class TransportContract:
         assert len(letters) == 1 and "not a hint" in letters[0]
         assert "dead letter" in caplog.text
 
-    async def test_a_message_nobody_acknowledges_is_set_aside_in_the_end(self, backend: Backend) -> None:
+    async def test_message_that_is_never_acknowledged_becomes_a_dead_letter(self, backend: Backend) -> None:
         async with backend.transport(lease_s=self.lease_s, max_deliveries=2) as transport:
             await transport.notifier.send(EXP, hint("lonely.1"))
             seen = 0
@@ -292,7 +292,7 @@ class TransportContract:
 
     # --- sweeps ------------------------------------------------------------------------------------
 
-    async def test_a_sweep_finds_what_no_hint_told(self, transport: StoreTransport) -> None:
+    async def test_sweep_finds_outcomes_without_a_hint(self, transport: StoreTransport) -> None:
         for n in (1, 2):
             one = invocation(n=n)
             await transport.deliver(one, record(one))

@@ -82,7 +82,7 @@ async def test_an_answer_without_a_look_up_is_sent_back_once(name, tmp_path):
     assert (reward, len(calls)) == (1.0, 3)
 
 
-async def test_a_call_that_does_not_work_is_answered_and_the_agent_goes_on(name, tmp_path):
+async def test_a_call_that_does_not_work_is_answered_and_the_agent_continues(name, tmp_path):
     right = [call(item="red mug"), said(f"It costs ${TASK['answer']}.")]
     for wrong in (call("get_colour", item="red mug"), call(thing="red mug"), call(item="pink piano")):
         reward, calls = await play(name, tmp_path / str(id(wrong)), wrong, *right)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from afield.cli.main import parser
+from afield.harbor import server as harbor_server
 from afield.sdk import serve
 from support.pages import DOCS, PAGES, blocks, page_name
 from support.paths import ROOT
@@ -40,13 +41,24 @@ def test_links_and_options_exist(page: Path) -> None:
             assert linked.exists(), target
             assert not anchor or anchor in anchors(linked), f"{page_name(page)}: {target}#{anchor}"
     options = {option for command in commands().values() for option in command}
-    options |= {word for action in serve.parser()._actions for word in action.option_strings}
-    text = re.sub(r"`(pip|make|git|vllm|mkdocs|pytest) [^`]*`|^.*harbor.*$", "", text, flags=re.M)
+    modules = (*serve.parser()._actions, *harbor_server.parser()._actions)
+    options |= {word for action in modules for word in action.option_strings}
+    text = re.sub(
+        r"`(pip|make|git|vllm|mkdocs|pytest|podman-compose) [^`]*`|^.*harbor.*$", "", text, flags=re.M
+    )
     for option in set(re.findall(r"`[^`\n]*?(--[a-z][a-z-]+)", text)) - FOREIGN_OPTIONS:
         assert option in options, f"{page_name(page)} names {option}, which no command has"
 
 
-FOREIGN_OPTIONS = {"--logprobs-mode", "--enable-scale-out", "--strict"}
+FOREIGN_OPTIONS = {
+    "--logprobs-mode",
+    "--enable-scale-out",
+    "--strict",
+    "--format",
+    "--build-arg",
+    "--profile",
+    "--measure",
+}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)

@@ -63,7 +63,7 @@ def apply(step: re.Match[str], folder: Path) -> str:
 
 @pytest.mark.parametrize("title", SECTIONS)
 def test_recipe_works_when_followed_literally(title: str, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "src", tmp_path / "src")
     if "mkdocs.yml" in SECTIONS[title]:
         shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("img"))
         shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
@@ -71,7 +71,7 @@ def test_recipe_works_when_followed_literally(title: str, tmp_path: Path) -> Non
     steps = re.finditer("|".join((CREATE, INSERT, REPLACE, CHECK)), SECTIONS[title], re.S | re.M)
     checks = [check for step in steps if (check := apply(step, tmp_path))]
     assert len(checks) == 1
-    environment = os.environ | {"PYTHONPATH": str(tmp_path / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "src")}
     done = subprocess.run(
         [sys.executable, "-c", checks[0]],
         cwd=tmp_path,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -11,20 +13,23 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from msgspec import NODEFAULT, Struct, structs
 
+from afield import factory
 from afield.chat.escape import POLICIES
 from afield.chat.parsers.formats import FORMATS, HARMONY
 from afield.chat.tokenizer import THINKING
 from afield.cli.report import Summary
 from afield.conformance.clients import CLIENTS
-from afield.conformance.clients.base import ClientCommand, Stage
-from afield.exclusions import REASONS, SIDE_CALL_HEADER, SideCalls
+from afield.engines.scripted import Failing, ScriptRow
 from afield.factory import ENGINES, RUNTIMES
 from afield.gateway import admin_api, dialects, prompts, sessions, stored_responses
+from afield.harnesses import TARGETS, find
+from afield.harnesses.base import ClientCommand, Stage
 from afield.interfaces import SessionSpec, SessionState
 from afield.orchestrator.config import DEFAULT_RETRIES
 from afield.orchestrator.deadlines import Deadlines
 from afield.orchestrator.groups import Mode
 from afield.orchestrator.training_loop import StepMetrics
+from afield.runs.exclusions import REASONS, SIDE_CALL_HEADER, SideCalls
 from afield.settings.runtimes import (
     AgentCoreOptions,
     ContainerOptions,
@@ -35,6 +40,7 @@ from afield.settings.runtimes import (
 )
 from afield.settings.train import TrainConfig
 from afield.types import Budget, FailureKind, Link, Reason, Sampling, Turn
+from support.gateways import POLICY
 from support.pages import DOCS, SOURCE, blocks, names, section, table
 
 # --- HTTP API ------------------------------------------------------------------------------------
@@ -48,7 +54,12 @@ def routes() -> set[str]:
     served += [(method, "{base}" + path) for method, path in admin_api.SESSION_ROUTES]
     served += [("POST", "{base}" + pattern.pattern) for _, pattern, _ in dialects.ROUTES]
     served += [(method, "{base}/v1/responses/{id}" + rest) for method, rest in stored_responses.ROUTES]
-    served += [("GET", "{base}/v1/models"), ("GET", "{base}/v1beta/models"), ("GET", "/health")]
+    served += [
+        ("GET", "{base}/v1/models"),
+        ("GET", "{base}/v1beta/models"),
+        ("GET", "/health"),
+        ("GET", "/live"),
+    ]
     calls: set[str] = set()
     for method, path in served:
         for group, name in groups.items():
@@ -171,6 +182,7 @@ def test_tokens_page_lists_tiers_policies_and_tool_formats() -> None:
 # --- Clients -------------------------------------------------------------------------------------
 
 CLIENT_PAGE = DOCS / "how-to" / "clients.md"
+HARNESS_PAGE = DOCS / "how-to" / "harnesses.md"
 ADDRESS = "http://127.0.0.1:8400"
 PROGRAMS = {
     "Claude Code": "claude-code",
@@ -213,8 +225,19 @@ def test_configuration_files_equal_those_of_the_conformance_suite(tmp_path: Path
     del suite["model_auto_compact_token_limit"]
     assert tomllib.loads(blocks(CLIENT_PAGE, "toml")[0]) == suite
     suite_command("opencode", tmp_path / "opencode")
-    suite = json.loads((tmp_path / "opencode" / "work" / "opencode.json").read_text())
+    suite = json.loads(
+        (tmp_path / "opencode" / "home" / ".config" / "opencode" / "opencode.json").read_text()
+    )
     assert json.loads(blocks(CLIENT_PAGE, "json")[0]) == suite
+
+
+# --- Harnesses -----------------------------------------------------------------------------------
+
+
+def test_harness_page_lists_every_harness_with_its_api_and_version() -> None:
+    rows = [[cell.strip("`") for cell in row[:3]] for row in table(HARNESS_PAGE, "Harnesses")]
+    found = [harness for name in TARGETS if (harness := find(name))]
+    assert rows == [[one.name, one.protocol, one.package.packages[0]] for one in found]
 
 
 # --- Runtimes ------------------------------------------------------------------------------------
@@ -236,6 +259,26 @@ def test_runtime_page_lists_every_setting(page: str, heading: str, options: type
     assert [row[0].strip("`") for row in rows] == list(options.__struct_fields__)
     if options is ResourceLimits:
         assert {row[0].strip("`"): float(row[1]) for row in rows} == defaults(ResourceLimits)
+
+
+def test_gateway_page_lists_the_fields_of_a_script(tmp_path: Path) -> None:
+    page = DOCS / "how-to" / "gateway.md"
+    rows = table(page, "Scripted answers")
+    assert [row[0].strip("`") for row in rows] == list(ScriptRow.__struct_fields__)
+    fail = next(row[1] for row in rows if row[0] == "`fail`")
+    assert set(re.findall(r"`(\w+)`", fail)) == set(get_args(Failing))
+    example = next(block for block in blocks(page, "json") if '"match"' in block)
+    (tmp_path / "script.jsonl").write_text(example)
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (POLICY / name).exists():
+            shutil.copy(POLICY / name, model)
+    for context, expected in (({"max_position_embeddings": 200_000}, 200_000), ({}, 4096)):
+        (model / "config.json").write_text(json.dumps(context))
+        script = f"scripted={tmp_path / 'script.jsonl'}"
+        made = factory.engines.engine(script, model, slots=0, seed=0, record=None)
+        assert asyncio.run(made.info()).max_context == expected
 
 
 def test_runtimes_page_lists_every_runtime() -> None:

@@ -33,5 +33,5 @@ def test_code_contains_the_message(message: str) -> None:
     assert message in literals()
 
 
-def test_page_has_messages() -> None:
+def test_troubleshooting_page_has_at_least_20_messages() -> None:
     assert len(MESSAGES) >= 20

@@ -71,11 +71,28 @@ def test_the_strands_agent_calls_its_tool_and_returns_its_conversation(tmp_path:
 
 
 def test_the_langgraph_agent_calls_its_tool(tmp_path: Path) -> None:
-    """Learning and serving: `real/test_example_learning.py`."""
-    small = ("--tasks-per-step", 4, "--rollouts", 4)
-    printed, _ = train(EXAMPLES / "langgraph-tools", tmp_path, *small, *OFFLINE)
+    """The demo's policy learns it in `real/test_example_learning.py`."""
+    example, script = EXAMPLES / "langgraph-tools", tmp_path / "script.jsonl"
+    rows = [json.loads(line) for line in (example / "tasks.jsonl").read_text().splitlines()[:4]]
+    script.write_text("".join(json.dumps(reply) + "\n" for row in rows for reply in shop_replies(row)))
+    small = ("--tasks-per-step", 4, "--rollouts", 4, "--engine", f"scripted={script}")
+    printed, run = train(example, tmp_path, *small, *OFFLINE)
     assert (printed["rollouts"], printed["failed"]) == (16, 0)
-    assert printed["tool_calls_per_rollout"] > 0.9
+    assert printed["tool_calls_per_rollout"] == 1
+    assert {record["outcome"]["reward"] for record in records(run)} == {0.0, 1.0}
+
+
+def shop_replies(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Replies to a shop task: an answer if the tool's result is the right one, and the tool call."""
+    price = re.fullmatch(r"How much is the (.+)\?", row["question"])
+    stock = re.fullmatch(r"How many (.+)s are left\?", row["question"])
+    name, item = ("get_price", price[1]) if price else ("get_stock", stock[1] if stock else "")
+    call = json.dumps({"name": name, "arguments": {"item": item}})
+    result = f"<tool_response>\n{row['answer']}\n</tool_response>"
+    return [
+        {"match": result, "one_of": [f"It is {row['answer']}.", "I do not know."]},
+        {"match": row["question"], "text": f"<tool_call>\n{call}\n</tool_call>"},
+    ]
 
 
 def test_the_verifier_grades_the_patch_of_the_coding_agent(tmp_path: Path) -> None:
@@ -171,6 +188,37 @@ def test_links_and_commands_of_a_readme_are_valid(example: Path) -> None:
                 assert (example.parent / words[1]).is_file(), part
 
 
+@pytest.mark.parametrize("script", ["train_async", "train_sync"])
+def test_a_missing_trl_is_one_line_that_names_the_install(script: str, tmp_path: Path) -> None:
+    (tmp_path / "trl.py").write_text("raise ModuleNotFoundError(\"No module named 'trl'\")\n")
+    (tmp_path / "torch.py").touch()  # the real one takes seconds to load
+    command = [sys.executable, EXAMPLES / "trl" / f"{script}.py"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    (install,) = [line for line in commands(EXAMPLES / "trl") if line.startswith("pip install")]
+    assert (done.returncode, done.stderr) == (1, f"No module named 'trl': {install}\n")
+
+
+def test_the_program_on_the_page_of_trl_uses_no_undefined_name() -> None:
+    program = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "how-to" / "trl.md").read_text(), re.S)[0]
+    check = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "-"]
+    done = subprocess.run(check, input=program, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_missing_verl_is_one_line_that_names_the_install(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # without installed packages
+    python.chmod(0o755)
+    env = {**os.environ, "PYTHON": str(python)}
+    done = subprocess.run(
+        [EXAMPLES / "verl" / "run.sh"], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    (install,) = [line for line in commands(EXAMPLES / "verl") if line.startswith("pip install")]
+    assert shlex.split(install)[2:] == shlex.split(done.stderr.partition("pip install ")[2])
+
+
 @pytest.mark.parametrize("example", AGENTS, ids=lambda path: path.name)
 def test_an_example_names_its_model_tasks_and_modules(example: Path) -> None:
     config = train_config(example / "train.toml", {})
@@ -194,7 +242,8 @@ def test_a_dockerfile_has_the_lines_that_agentcore_needs(example: Path) -> None:
     lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
     values = dict(lines)
     assert values["FROM"] == "python:3.12-slim" and values["EXPOSE"] == "8080"
-    assert values["USER"] == "agent" and "useradd --create-home agent" in text
+    # A number, since Kubernetes cannot tell whether a name is root.
+    assert values["USER"] == "10001:10001" and "useradd --uid 10001 --create-home agent" in text
     order = [word for word, _ in lines]
     assert order[-1] == "CMD" and order.index("USER") > max(n for n, w in enumerate(order) if w == "RUN")
     command = json.loads(values["CMD"])

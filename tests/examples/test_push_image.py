@@ -103,6 +103,22 @@ def test_an_image_is_built_and_pushed_into_a_repository_that_is_made(place: Plac
     assert "a-password" not in out + err
 
 
+def test_dockerfile_and_tag_can_be_chosen(place: Place) -> None:
+    (place.agent / "Dockerfile").rename(place.folder / "agent.Dockerfile")
+    code, _, err = place.push()
+    assert code == 2 and "--dockerfile" in err
+    code, out, err = place.push("--dockerfile", "agent.Dockerfile", "--tag", "v2")
+    assert code == 0, err
+    assert f"--file agent.Dockerfile --tag {REGISTRY}/afield/math:v2 --push my agent" in place.called[-1]
+    assert out.splitlines()[-1] == f"pushed {REGISTRY}/afield/math:v2"
+    assert (
+        "--tag = 'a b' must be letters" in place.push("--dockerfile", "agent.Dockerfile", "--tag", "a b")[2]
+    )
+    assert "there is no file nowhere" in place.push("--dockerfile", "nowhere")[2]
+    place.write({name: value for name, value in VALUES.items() if name != "TAG"})
+    assert place.push("--dockerfile", "agent.Dockerfile", "--tag", "v3")[0] == 0
+
+
 def test_pushing_again_makes_no_second_repository(place: Place) -> None:
     assert place.push()[0] == place.push()[0] == 0
     assert sum("create-repository" in call for call in place.called) == 1
@@ -175,7 +191,7 @@ def test_other_lines_are_refused(place: Place) -> None:
     assert code == 2 and "line 8: expected NAME=VALUE with one of AWS_REGION" in err
 
 
-def test_a_failure_is_told_and_stops_the_rest(place: Place) -> None:
+def test_a_failure_is_reported_and_stops_the_rest(place: Place) -> None:
     code, _, err = place.push(TROUBLE="An error occurred (AccessDeniedException)")
     assert code == 2 and "AccessDeniedException" in err
     assert not any("create-repository" in call or "docker" in call for call in place.called)

@@ -7,7 +7,6 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import jsonschema
 import openai
 import pytest
@@ -97,6 +96,8 @@ async def test_gradient_uses_the_constrained_distribution(model: Path, tmp_path:
 
 
 async def test_anthropic_tool_choice_and_output_format(model: Path, tmp_path: Path) -> None:
+    import anthropic  # takes a second, which every worker would spend
+
     tools: list[Any] = [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
     async with running(TorchEngine(model), tmp_path / "store", model) as up:
         ticket = await up.client.open(SessionSpec(id="r.1", sampling=Sampling(temperature=1.0)))

@@ -12,7 +12,6 @@ import jsonschema
 import pytest
 import torch
 
-from afield.bitmasks import allowed
 from afield.chat import ChatTokenizer, Tool, reply_grammar
 from afield.chat.parsers.formats import FORMATS, REASONING, ToolFormat
 from afield.chat.parsers.harmony import HarmonyReader
@@ -22,7 +21,8 @@ from afield.engines.torch.sampler import draw
 from afield.gateway import constraints, prompts
 from afield.gateway.model_request import ModelRequest
 from afield.gateway.schemas import SHAPES, enforceable
-from afield.masks import ConstraintMasks
+from afield.models.bitmasks import allowed
+from afield.models.masks import ConstraintMasks
 from afield.types import Constraint, Message, Sampling
 from support.tiny_model import build_tokenizer
 from support.tokenizers import load_tokenizer
@@ -239,7 +239,6 @@ def read(tool_format: ToolFormat | None, text: str, **more: Any) -> Message:
         reasoning=more.get("reasoning"),
         thinking=more.get("opened", False),
         tool_format=tool_format,
-        hold_calls=True,
         tools=tools,
     )
     reader.feed(text)
@@ -377,7 +376,7 @@ def test_harmony_constrains_answers_and_calls(sampler: Sampler) -> None:
     for forced in (True, False):
         grammar = reply_grammar.grammar(form, output=output, calls=SPECS, forced=forced, budget=6)
         for _ in range(6):
-            reader = HarmonyReader(tools=True, hold_calls=True)
+            reader = HarmonyReader(tools=True)
             reader.feed(sampler.draw(grammar, rng))
             reader.finish()
             check_calls(reader.reply)

@@ -13,7 +13,7 @@ import pytest
 
 from afield import trajectories
 from afield.engines.scripted import ScriptedEngine, ScriptedReply
-from afield.errors import Conflict, NotFound
+from afield.errors import Conflict, NotFound, UsageError
 from afield.gateway.api_error import ApiError
 from afield.gateway.sessions import Session
 from afield.gateway.store import SessionRow
@@ -348,6 +348,24 @@ async def test_budgets_and_context_are_enforced(up: Running) -> None:
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
 
 
+async def test_refused_calls_are_part_of_the_record(up: Running) -> None:
+    ticket = await up.client.open(SessionSpec(id="e.1", budget=Budget(context=4)))
+    for body in (CHAT, CHAT, {**CHAT, "stream": True}, {"messages": "none"}):
+        assert (await up.ask("POST", "/s/e.1/v1/chat/completions", body, ticket.api_key))[0] == 400
+    assert (await up.ask("POST", "/s/e.1/v1/chat/completions", CHAT, "another key"))[0] == 401
+    _, state = await up.ask("GET", "/sessions/e.1")
+    assert [(r["code"], r["status"], r["count"]) for r in state["refused"]] == [
+        ("context_length_exceeded", 400, 3),
+        ("invalid_request_error", 400, 1),
+    ]
+    assert state["refused"][0]["first"] <= state["refused"][0]["last"]
+    record = await up.client.finalize("e.1")
+    assert [r.count for r in record.refused] == [3, 1]
+    assert "maximum context length is 4 tokens" in record.refused[0].message
+    assert (await up.ask("POST", "/s/e.1/v1/chat/completions", CHAT, ticket.api_key))[0] == 409
+    assert await up.client.finalize("e.1") == record
+
+
 async def test_closed_session_gets_409_and_phase_changes_are_idempotent(up: Running) -> None:
     a, _ = await open_two(up)
     assert (await up.ask("POST", "/s/a.1/complete", {"reward": 1.0}, a.api_key))[0] == 200
@@ -373,6 +391,34 @@ async def test_wait_ends_when_the_session_does(up: Running) -> None:
     assert (status, state["phase"]) == (200, "completed")
     assert (await up.ask("GET", "/sessions/b.1/wait?timeout_s=0.05"))[1]["phase"] == "open"
     assert (await up.ask("GET", "/sessions/b.1/wait?timeout_s=soon"))[0] == 400
+
+
+async def test_the_python_client_rewards_completes_waits_and_deletes(up: Running) -> None:
+    a, _ = await open_two(up)
+    assert (await up.ask("POST", "/s/a.1/v1/chat/completions", CHAT, a.api_key))[0] == 200
+    assert (await up.client.wait("a.1", 0.05)).phase == "open"
+    for _ in range(2):
+        state = await up.client.reward("a.1", 0.5, name="format", turn=0)
+    (entry,) = state.rewards
+    assert (entry["reward"], entry["name"]) == (0.5, "format") and entry["turn"]
+    with pytest.raises(Conflict):
+        await up.client.reward("a.1", 1.0, name="format", turn=0)
+    with pytest.raises(UsageError, match="turn"):
+        await up.client.reward("a.1", 1.0, turn=7)
+    waiting = asyncio.create_task(up.client.wait("a.1", 300))
+    await asyncio.sleep(0.05)
+    for _ in range(2):
+        state = await up.client.complete("a.1", reward=1.0, metrics={"steps": 3})
+        assert (state.phase, state.rewards[-1]["reward"], len(state.rewards)) == ("completed", 1.0, 2)
+    assert (await asyncio.wait_for(waiting, 60)).phase == "completed"
+    with pytest.raises(Conflict):
+        await up.client.complete("a.1", reward=2.0)
+    await up.client.delete("a.1")
+    await up.client.delete("a.1")
+    for ask in (up.client.state, up.client.complete, up.client.wait):
+        with pytest.raises(NotFound):
+            await ask("a.1")
+    assert (await up.client.complete("b.1")).rewards == []
 
 
 async def test_policy_versions_only_grow(up: Running) -> None:

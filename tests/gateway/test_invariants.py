@@ -427,7 +427,9 @@ def a_newline_more_is_recorded_than_was_sent(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "broken", [logprobs_are_those_of_another_temperature, a_newline_more_is_recorded_than_was_sent]
 )
-async def test_rescoring_detects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: Broken) -> None:
+async def test_rescoring_detects_a_broken_sampler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: Broken
+) -> None:
     broken(monkeypatch)
     seen, rescored = await sampled_and_rescored(tmp_path)
     with pytest.raises(AssertionError, match="off by"):

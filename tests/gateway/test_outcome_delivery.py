@@ -104,6 +104,27 @@ async def test_short_outcome_becomes_a_record(tmp_path: Path) -> None:
         assert found.ended >= found.started > 0
 
 
+@pytest.mark.parametrize("path", ["outcome", "complete"])
+async def test_an_outcome_without_a_reward_succeeds_only_if_the_caller_gives_it(
+    tmp_path: Path, path: str
+) -> None:
+    async with MemoryTransport() as outlet, running(engine(), tmp_path, outlet=outlet) as up:
+        at = await opened(up, reward_from="caller")
+        body = {"metrics": {"steps": 3.0}} if path == "outcome" else {}
+        assert (await up.ask("POST", f"/s/r.1/{path}", body, at.api_key))[0] == 200
+        found = await standing(outlet)
+        metrics = body.get("metrics", {})
+        assert found.outcome == Outcome(rollout_id="r", attempt=1, reward_pending=True, metrics=metrics)
+
+
+async def test_an_outcome_without_a_reward_is_a_failure_by_default(tmp_path: Path) -> None:
+    async with MemoryTransport() as outlet, running(engine(), tmp_path, outlet=outlet) as up:
+        at = await opened(up)
+        assert (await told(up, at))[0] == 200
+        failure = (await standing(outlet)).outcome.failure
+        assert failure and (failure.kind, failure.reason) == (FailureKind.VERIFIER, Reason.REWARD)
+
+
 async def test_complete_with_a_reward_delivers_an_outcome(tmp_path: Path) -> None:
     async with MemoryTransport() as outlet, running(engine(), tmp_path, outlet=outlet) as up:
         at = await opened(up)

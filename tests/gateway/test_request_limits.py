@@ -271,7 +271,7 @@ async def _refused(reader: asyncio.StreamReader) -> bool:
         return False
 
 
-async def test_lone_surrogate_gets_400(tmp_path: Path) -> None:
+async def test_body_with_half_of_a_surrogate_pair_gets_400(tmp_path: Path) -> None:
     async with running(ScriptedEngine(hello), tmp_path) as up:
         ticket = await up.client.open(SessionSpec(id="r.1"))
         body = b'{"model": "m", "messages": [{"role": "user", "content": "\\ud83d\\ude00 \\ud800"}]}'

@@ -135,7 +135,7 @@ def test_stop_string_result_is_independent_of_chunks(stop: str) -> None:
     ids = ids_of(text)
 
     def read_in(sizes: Sequence[int]) -> tuple[tuple[int, ...], str, str]:
-        parser = tokens.parser(tools=[], hold_calls=True)
+        parser = tokens.parser(tools=[])
         stops = StopStrings((stop,), parser)
         kept: list[int] = []
         shown, at = "", 0

@@ -53,7 +53,7 @@ async def test_strict_session_gets_400_for_unsupported_messages(tmp_path: Path) 
     model = write_model(tmp_path / "model", "moving")
     async with running(ScriptedEngine([REPLY]), tmp_path / "store", model) as up:
         client = await up.agent(render="strict")
-        with pytest.raises(openai.BadRequestError, match=r"fold-system.*this session is strict"):
+        with pytest.raises(openai.BadRequestError, match=r"fold-system.*use render = 'fold'"):
             await ask(client, [SYSTEM, USER, LATER])
         await ask(client, [SYSTEM, USER])
         record = await up.client.finalize("r.1")

@@ -94,7 +94,7 @@ async def test_reasoning_tokens_are_counted(tmp_path: Path, dialect: str, stream
 
 
 def test_reasoning_tokens_of_all_channels_are_counted() -> None:
-    reader = HarmonyReader(tools=True, hold_calls=True)
+    reader = HarmonyReader(tools=True)
     begin = "<|start|>assistant<|channel|>"
     call = f"{begin}commentary to=functions.look <|constrain|>json<|message|>{{}}<|call|>"
     reply = (

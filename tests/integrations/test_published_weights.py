@@ -31,7 +31,7 @@ class Unloading(ScriptedEngine):
         await super().load(version, path)
 
 
-async def test_a_version_that_no_engine_has_loaded_is_not_published_by_asking_again(tmp_path: Path) -> None:
+async def test_repeated_publish_of_a_version_that_no_engine_loaded_fails_again(tmp_path: Path) -> None:
     engine = Unloading(lambda _: ScriptedReply(token_ids=(1, 2)))
     async with (
         asyncio.timeout(BOUND_S),

@@ -63,7 +63,7 @@ def collected(pace: StalenessLimits, size: int, seed: int, groups: int) -> Train
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 5), st.integers(1, 16), st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**16))
-def test_no_row_is_taken_staler_than_the_bound_and_nobody_starves(
+def test_trainer_gets_all_rows_it_asks_for_and_none_above_the_staleness_bound(
     share: int, size: int, syncs: int, staleness: int, seed: int
 ) -> None:
     pace = StalenessLimits(step=share * size, syncs=syncs, staleness=staleness)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -83,7 +83,7 @@ def test_a_session_that_branched_gives_a_row_for_each_branch_and_one_reward() ->
     assert first.fields["rollout_log_probs"].dtype is torch.float32
 
 
-def test_only_the_longest_row_is_left_of_a_session_when_told_so() -> None:
+def test_branches_main_keeps_only_the_longest_row_of_a_session() -> None:
     one = rows.rollout_rows(branching("r", 0.5), 0, branches="main")
     assert isinstance(one, rows.RolloutRows)
     assert [(row.response_ids, row.trajectory.weight) for row in one.rows] == [((10, 11, 4, 12), 1.0)]
@@ -182,6 +182,7 @@ def test_what_follows_a_token_adds_up_to_the_discounted_return_of_its_turn() -> 
 
 
 @given(st.integers(0, 2**32), st.floats(0, 1))
+@example(204, 1.0)  # no turn has a reward of its own, so the row has one token reward
 def test_a_session_in_one_row_has_the_returns_of_the_embedded_trainer(seed: int, discount: float) -> None:
     for group in Maker(seed, True).groups():
         expected = turn_returns([group], outcome="last", discount=discount)
@@ -191,9 +192,8 @@ def test_a_session_in_one_row_has_the_returns_of_the_embedded_trainer(seed: int,
                 returns = expected[one.result.rollout.id]
                 if len(one.rows) == 1:
                     (row,) = one.rows
-                    after = [
-                        sum(v for at, v in row.token_rewards if at >= end) for end, _ in row.token_rewards
-                    ]
+                    ends = [turn.end - row.prompt_length - 1 for turn in row.turns]
+                    after = [sum(value for at, value in row.token_rewards if at >= end) for end in ends]
                     assert after == pytest.approx(list(returns.values()), abs=1e-6)
                 if one_sum:
                     sums = [sum(value for _, value in row.token_rewards) for row in one.rows]
@@ -373,7 +373,7 @@ def test_a_row_that_was_made_for_veRL_is_a_task_too() -> None:
     assert dataset.task_of(row | {"uid": "other", "global_steps": 9}) == task
 
 
-def test_a_data_set_that_cannot_be_written_is_told(
+def test_a_data_set_that_cannot_be_written_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "tasks.jsonl"

@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 
 from afield.local_sandbox import cgroups
-from afield.process_tree import start_time
 from afield.settings.runtimes import ResourceLimits
+from afield.utils.process_tree import start_time
 
 LIMITS = ResourceLimits(cpus=0.5, memory_mb=64, pids=10)
 

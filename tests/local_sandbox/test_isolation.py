@@ -126,7 +126,7 @@ async def test_a_call_around_the_walls_fails_and_is_in_the_log(tmp_path: Path, c
 # --- files ---------------------------------------------------------------------------------------
 
 
-async def test_nothing_of_this_machine_is_visible_but_what_was_shown(tmp_path: Path) -> None:
+async def test_sandbox_sees_no_files_of_this_machine_except_its_mounts(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text(CANARY)
     home = Path.home()
     async with commands(tmp_path) as sandbox:
@@ -297,7 +297,7 @@ async def test_too_much_memory_is_an_end_that_names_it(tmp_path: Path) -> None:
     assert "memory" in f"{ended} {ended.log}".lower()
 
 
-async def test_a_fork_bomb_meets_its_limit_and_the_sandbox_goes_on(tmp_path: Path) -> None:
+async def test_a_fork_bomb_meets_its_limit_and_the_sandbox_continues(tmp_path: Path) -> None:
     source = """
 import os, time
 born = 0

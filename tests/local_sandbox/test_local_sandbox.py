@@ -32,7 +32,7 @@ async def still_there(place: Sandbox) -> bool:
     return (await place.exec("echo on", timeout=20)).stdout == "on\n"
 
 
-async def test_what_no_system_takes_is_refused_by_name_and_the_sandbox_goes_on() -> None:
+async def test_what_no_system_takes_is_refused_by_name_and_the_sandbox_continues() -> None:
     wrong: list[tuple[str, Any, Mapping[str, Any]]] = [
         ("command.*NUL", "echo a\0b", {}),
         (r"command.*\\ud800.*not Unicode", "echo \ud800", {}),

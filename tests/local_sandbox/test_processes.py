@@ -143,7 +143,7 @@ async def test_without_bubblewrap_the_error_says_what_to_do(
             pass
 
 
-async def test_a_machine_without_user_namespaces_is_told_so(tmp_path: Path) -> None:
+async def test_a_machine_without_user_namespaces_is_reported(tmp_path: Path) -> None:
     """In a user namespace of its own, so that only the command that is tested has none."""
     check = CHECK.format(directory=str(tmp_path / "d"), logs=str(tmp_path / "logs"))
     forbid = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
@@ -154,7 +154,7 @@ async def test_a_machine_without_user_namespaces_is_told_so(tmp_path: Path) -> N
     assert b"max_user_namespaces" in done.stdout
 
 
-async def test_a_message_that_is_too_large_is_refused_and_the_sandbox_goes_on(tmp_path: Path) -> None:
+async def test_a_message_that_is_too_large_is_refused_and_the_sandbox_continues(tmp_path: Path) -> None:
     async with fork_server(tmp_path, Program()) as server:
         sandbox = await server.start("s")
         with pytest.raises(UsageError, match="send large data as a file"):
@@ -188,7 +188,7 @@ async def test_an_agent_that_fails_to_import_is_refused_with_what_it_printed(tmp
             pass
 
 
-async def test_an_agent_that_lives_where_everything_lives_sees_its_own_file_alone(tmp_path: Path) -> None:
+async def test_sandboxed_script_sees_its_own_file_and_imports_but_not_the_folder(tmp_path: Path) -> None:
     script = write_program(tmp_path, "import time, helper\ntime.sleep(600)\n")
     write_program(tmp_path, "", "helper.py")
     write_program(tmp_path, "x", "diary.txt")
@@ -244,7 +244,7 @@ async def test_a_command_that_kills_everything_it_can_is_only_its_own_end(tmp_pa
         assert (await sandbox.exec("echo still here")).stdout == "still here\n"
 
 
-async def test_files_go_in_and_out(tmp_path: Path) -> None:
+async def test_uploaded_files_are_downloaded_unchanged(tmp_path: Path) -> None:
     async with fork_server(tmp_path, Program()) as server:
         sandbox = await server.start("s")
         data = os.urandom(3_000_000)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from afield.engines.scripted import ScriptedEngine
 from afield.errors import InfrastructureFailure, TaskFailure, VerifierFailure
@@ -210,7 +211,9 @@ async def test_finished_rollouts_are_not_run_again_and_committed_ones_are_adopte
             notes.execute("DELETE FROM finished WHERE rollout_id LIKE '%r2'")
         (again,) = await b.collect(rollouts=3)
     assert first.finished == again.finished[:2]
-    assert third.finished == again.finished
+    # The times of an adopted rollout are not known: the collector that measured them has ended.
+    adopted = structs.replace(third.finished[2], times=again.finished[2].times)
+    assert (*third.finished[:2], adopted) == again.finished
     assert set(runs.values()) == {1}
 
 
@@ -256,7 +259,7 @@ async def test_budget_and_context_refusals_are_the_policys_failures(tmp_path: Pa
         assert sum(t.owned for t in finished.trajectories) > 0
 
 
-async def test_garbage_posted_to_the_gateway_harms_nobody(tmp_path: Path) -> None:
+async def test_garbage_posted_to_the_gateway_gets_400_and_changes_no_rollout(tmp_path: Path) -> None:
     async def agent(task: dict[str, Any], rollout: Context) -> float:
         import aiohttp
 

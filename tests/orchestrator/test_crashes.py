@@ -74,7 +74,8 @@ def test_killing_agent_processes_costs_one_attempt_of_each_rollout_they_ran(tmp_
     assert code == 0, err
     report = summary(out)
     assert (report["failed"], report["rollouts"]) == (0, 16)
-    assert 1 <= report["retried"] <= 8
+    # At most 8 run at once; one that begins again in a process before that is killed too dies twice.
+    assert 1 <= report["retried"] <= 16
     assert "infrastructure/died" in err
     counted = trained_rollouts(run)
     assert set(counted.values()) == {1}

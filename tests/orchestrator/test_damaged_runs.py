@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from afield.durable_files import rename_whole
 from afield.errors import DamagedFile
 from afield.orchestrator.state import RolloutStore, RunDirectory, RunState
 from afield.trainers.frozen import Frozen
 from afield.types import Attempt, Outcome, Rollout, RolloutResult, Task
+from afield.utils.durable_files import rename_whole
 from support.gateways import POLICY
 from support.processes import afield, train_arguments, unlearned
 
@@ -48,7 +48,7 @@ def trained(run: RunDirectory) -> Counter[str]:
     return Counter(f.rollout.id for step in run.steps() for f in run.read_rollouts(step))
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path: Path, trained_run: Path) -> None:
+def test_a_run_continues_from_the_checkpoint_before_a_damaged_one(tmp_path: Path, trained_run: Path) -> None:
     run = copy_of(trained_run, tmp_path)
     before = trained(run)
     (run.checkpoint(3) / "trainer.json").write_bytes(b"\0\0\0")
@@ -93,7 +93,7 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path: Path, trained_run: Path) 
     assert code == 2 and "Traceback" not in err
 
 
-def test_a_ledger_that_is_damaged_while_it_is_used_says_so(tmp_path: Path) -> None:
+def test_run_state_damaged_while_open_raises_damaged_file(tmp_path: Path) -> None:
     path = tmp_path / "run_state.sqlite"
     with RunState(path) as run_state:
         for n in range(2000):

@@ -86,7 +86,7 @@ def test_the_trainer_saw_what_the_sampler_saw(run: RunDirectory) -> None:
     assert max(seen) < 1e-4
 
 
-def test_two_model_calls_and_a_tool_that_ran(run: RunDirectory) -> None:
+def test_each_rollout_has_two_model_calls_and_a_tool_result_in_one_row(run: RunDirectory) -> None:
     for finished in finished_of(run):
         assert len(finished.turns) >= 2
         assert [turn.tier for turn in finished.turns] == ["full"] + ["append"] * (len(finished.turns) - 1)

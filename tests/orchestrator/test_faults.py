@@ -12,7 +12,7 @@ from support.fault_cases import METHODS, Case, problems, sample
 from support.faults import ERRORS, WRAPPERS, methods_of
 
 
-def test_every_method_of_every_interface_has_a_wrapper_and_is_said_to_concern_somebody() -> None:
+def test_every_interface_method_has_a_wrapper_and_a_fault_declaration() -> None:
     declared = {f"{interface.__name__}.{name}" for interface in WRAPPERS for name in methods_of(interface)}
     assert declared == set(METHODS)
     for interface, wrapper in WRAPPERS.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from afield.advantages import compute_advantages
 from afield.interfaces import StepReport
 from afield.orchestrator.groups import (
+    DynamicSampling,
     GroupRunner,
     GroupScheduler,
     Mode,
@@ -20,7 +22,12 @@ from afield.orchestrator.groups import (
     greedy,
 )
 from afield.orchestrator.state import RunDirectory
-from afield.orchestrator.training_loop import LoopConfig, StepMetrics, TrainingLoop
+from afield.orchestrator.training_loop import (
+    LoopConfig,
+    StepMetrics,
+    TrainingLoop,
+    rewind_published_step,
+)
 from afield.sdk.agent import Context
 from afield.types import FailureKind, Policy, Reason, RolloutResult, Sampling, Split, Task
 from support.in_process_collection import Collection, ask_model, collection, good
@@ -103,6 +110,10 @@ class RecordingTrainer:
     def save(self, directory: Path) -> None:
         (directory / "trainer").write_text("\n".join(",".join(step) for step in self.steps))
 
+    def begin_save(self, directory: Path) -> Callable[[], None]:
+        said = "\n".join(",".join(step) for step in self.steps)
+        return lambda: (directory / "trainer").write_text(said) and None
+
     def restore(self, directory: Path) -> None:
         said = (directory / "trainer").read_text().split("\n")
         self.steps = [step.split(",") for step in said]
@@ -119,11 +130,14 @@ class Run:
         self.run_dir = RunDirectory(place)
         self.trainer = RecordingTrainer()
         self.lines: list[StepMetrics] = []
+        self.config = LoopConfig(policy="policy")
+        self.dynamic: DynamicSampling | None = None
+        self.taken: list[RolloutResult] = []
 
     def training_loop(self) -> TrainingLoop:
         return TrainingLoop(
             self.window,
-            LoopConfig(policy="policy"),
+            self.config,
             epoch_of=self.schedule.epoch,
             trainer=self.trainer,
             gateway=self.bench.up.client,
@@ -141,7 +155,8 @@ class Run:
                 "run_state": self.bench.run_state,
                 "rollout_store": self.bench.rollout_store,
             }
-            await GroupScheduler(self.window, self.schedule, validation=validation, **parts).run()
+            parts |= {"validation": validation, "dynamic_sampling": self.dynamic}
+            await GroupScheduler(self.window, self.schedule, **parts).run()
 
     async def both(self, validation: Validation | None = None, **plan: Any) -> None:
         async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
@@ -224,3 +239,91 @@ async def test_validation_is_greedy_reported_by_step_and_never_trained(tmp_path:
         assert {turn.sampling.temperature for f in finished for turn in f.turns} == {0.0}
         assert [f.outcome.reward for f in finished] == [1.0, 0.5]
         assert {f.rollout.split for f in finished} == {Split.VAL}
+
+
+# --- dynamic sampling and checkpoints -----------------------------------------------------------
+
+
+async def varied(task: dict[str, Any], rollout: Context) -> float:
+    """Tasks of n == 0 always get the same reward; the others do not."""
+    await ask_model(rollout)
+    return 1.0 if task["n"] == 0 else float(rollout.rollout_id.endswith("r0"))
+
+
+async def refilled_run(tmp_path: Path, mode: Mode, max_refills: int, agent: Any = varied) -> Run:
+    async with collection(tmp_path, agent) as b:
+        run = Run(b, tmp_path / "run", mode)
+        run.dynamic = DynamicSampling(max_refills=max_refills)
+        await run.both(rollouts=2, concurrency=8)
+        assert len(b.rollout_store) == 0
+        assert b.run_state.groups_taken() == 6
+        run.taken = [f for step in run.run_dir.steps() for f in run.run_dir.read_rollouts(step)]
+        return run
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+async def test_groups_with_equal_rewards_are_replaced_by_other_tasks(tmp_path: Path, mode: Mode) -> None:
+    run = await refilled_run(tmp_path, mode, 4)
+    spread = {f.rollout.group_id: set() for f in run.taken}
+    for f in run.taken:
+        spread[f.rollout.group_id].add(f.outcome.reward)
+    assert all(rewards == {0.0, 1.0} for rewards in spread.values())
+    first = [run.schedule.group_spec(position) for position in range(6)]
+    equal = sum(spec.task.input["n"] == 0 for spec in first)
+    assert equal > 0
+    assert sum(line.refilled_groups for line in run.lines) >= equal
+    wasted = [line.wasted_tokens for line in run.lines]
+    assert all(
+        (waste > 0) == (line.refilled_groups > 0) for waste, line in zip(wasted, run.lines, strict=True)
+    )
+
+
+async def test_replacements_are_bounded_and_the_last_group_stays(tmp_path: Path) -> None:
+    run = await refilled_run(tmp_path, "sync", 2, good)  # every group of `good` has equal rewards
+    assert [line.refilled_groups for line in run.lines] == [4, 4, 4]
+    assert all(f.rollout.group_id.endswith("n2") for f in run.taken)
+
+
+async def test_a_collector_that_dies_continues_with_the_replacement(tmp_path: Path) -> None:
+    async with collection(tmp_path, varied) as b:
+        run = Run(b, tmp_path / "run", "sync", groups=2)
+        position = next(p for p in range(2) if run.schedule.group_spec(p).task.input["n"] == 0)
+        old, new = run.schedule.group_spec(position), run.schedule.refill(position, 1)
+        for p in range(2):
+            b.run_state.begin_group(run.schedule.group_spec(p).id, p, 0)
+        b.run_state.refill_group(old.id, new.id, 0, 7)  # and killed here
+        run.dynamic = DynamicSampling(max_refills=1)
+        await run.both(rollouts=2)
+        assert new.id in run.trainer.steps[0]
+        assert old.id not in run.trainer.steps[0]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_steps_after_the_last_checkpoint_are_trained_again_on_the_same_groups(
+    tmp_path: Path, asynchronous: bool
+) -> None:
+    async with collection(tmp_path, good) as b:
+        run = Run(b, tmp_path / "run", "sync", groups=10)
+        run.config = LoopConfig(policy="policy", checkpoint_every=3, async_checkpoints=asynchronous)
+        gathering = asyncio.create_task(run.collect(rollouts=2))
+        learning = asyncio.create_task(run.training_loop().run())
+        while len(run.lines) < 4:
+            await asyncio.sleep(0.01)
+        learning.cancel()  # one step after a checkpoint
+        gathering.cancel()
+        await asyncio.gather(learning, gathering, return_exceptions=True)
+        before = list(run.trainer.steps)
+        assert b.run_state.published_step >= 4
+        checkpoints = [path.name for path in sorted((run.run_dir.path / "checkpoints").glob("step-????"))]
+        assert checkpoints == ["step-0003"]
+        run.trainer = RecordingTrainer()
+        async with asyncio.timeout(60):
+            rewind_published_step(run.run_dir, b.run_state)
+            await run.both(rollouts=2)
+        assert run.trainer.steps[: len(before)] == before
+        assert run.trainer.steps == [
+            [run.schedule.group_spec(2 * step + k).id for k in range(2)] for step in range(5)
+        ]
+        last = {line.step: line for line in run.lines}
+        assert [last[step].dropped_groups for step in range(1, 6)] == [{}] * 5
+        assert run.run_dir.last_state().step == 5

@@ -62,7 +62,7 @@ def test_one_run_state_may_be_written_by_the_loop_and_by_a_thread_at_once(tmp_pa
         assert len(run_state.pending_groups()) == position
 
 
-def test_a_run_state_that_cannot_be_written_says_so_and_holds_nobody_up(tmp_path: Path) -> None:
+def test_run_state_that_cannot_be_written_raises_unavailable_without_blocking_others(tmp_path: Path) -> None:
     path = tmp_path / "run_state.sqlite"
     with (
         RunState(path) as run_state,
@@ -198,7 +198,7 @@ class Elsewhere(InlineRuntime):
         return self._attempts.is_running(attempt.session_id)
 
 
-async def test_an_adopted_attempt_has_no_more_time_than_any_other(tmp_path: Path) -> None:
+async def test_adopted_attempt_keeps_its_original_deadline(tmp_path: Path) -> None:
     async with collection(tmp_path, never) as b, Elsewhere(never, b.transport.deliver) as there:
         for _ in range(4):
             with pytest.raises(RuntimeError, match="killed"):
@@ -265,7 +265,7 @@ async def test_time_without_a_gateway_is_not_held_against_a_rollout(tmp_path: Pa
     assert summary.outcome.failure is None and summary.outcome.reward == 1.0
 
 
-async def test_a_gateway_that_stays_away_ends_the_work_with_its_name(tmp_path: Path) -> None:
+async def test_a_gateway_that_stays_unavailable_ends_the_work_with_its_name(tmp_path: Path) -> None:
     async with collection(tmp_path, never) as b:
 
         class Away:

@@ -110,7 +110,7 @@ def state(**known: Any) -> SessionState:
         ),
     ],
 )
-def test_each_deadline_is_kept_and_says_so(
+def test_each_deadline_fails_the_attempt_with_its_name(
     deadlines: dict[str, float],
     progress: dict[str, float],
     seen: dict[str, Any] | None,
@@ -337,7 +337,9 @@ class Shaky(MemoryTransport):
         return await super().fence(waiting, reason)
 
 
-async def test_a_store_that_goes_away_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_store_that_becomes_unavailable_is_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     transport = Shaky()
 
     async def agent(task: dict[str, Any], context: Context) -> float:
@@ -355,7 +357,7 @@ async def test_a_store_that_goes_away_is_waited_for(tmp_path: Path, caplog: pyte
     assert "is the network up?; tried again" in caplog.text
 
 
-async def test_a_store_that_stays_away_ends_the_work_with_its_name(tmp_path: Path) -> None:
+async def test_a_store_that_stays_unavailable_ends_the_work_with_its_name(tmp_path: Path) -> None:
     transport = Shaky()
 
     async def agent(task: dict[str, Any]) -> float:
@@ -376,7 +378,7 @@ async def test_a_store_that_stays_away_ends_the_work_with_its_name(tmp_path: Pat
     assert summary.outcome.reward == 1.0 and summary.attempts == 1
 
 
-async def test_a_gateway_that_goes_away_for_a_moment_costs_nothing(tmp_path: Path) -> None:
+async def test_a_gateway_that_becomes_unavailable_for_a_moment_costs_nothing(tmp_path: Path) -> None:
     async with collection(tmp_path, good) as b:
 
         class Flaky:

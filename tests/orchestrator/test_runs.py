@@ -75,7 +75,7 @@ def test_what_a_collector_has_collected_survives_a_wrong_command(
         ((), "val.jsonl", "val.jsonl"),
     ],
 )
-def test_what_is_wrong_with_a_run_that_goes_on_is_said_before_anything_is_started(
+def test_what_is_wrong_with_a_run_that_continues_is_said_before_anything_is_started(
     more: tuple[str, ...],
     gone: str | None,
     says: str,
@@ -114,7 +114,7 @@ async def test_a_group_whose_baseline_failed_is_dropped_with_a_reason(tmp_path: 
     assert ended.drop_reason and ended.drop_reason.startswith("its baseline carries no reward (task")
 
 
-async def test_validation_is_never_cut(tmp_path: Path) -> None:
+async def test_stragglers_of_a_validation_group_are_not_cancelled(tmp_path: Path) -> None:
     async def agent(task: dict[str, Any], context: Context) -> float:
         await asyncio.sleep(0.0 if context.rollout_id.endswith(("r0", "r1")) else 1.0)
         return 1.0
@@ -190,7 +190,7 @@ async def test_agents_never_begin_under_the_weights_of_another_run(tmp_path: Pat
         await asyncio.wait_for(waiting, 60)
 
 
-async def test_a_run_goes_on_after_another_one_used_its_gateway(tmp_path: Path) -> None:
+async def test_a_run_continues_after_another_one_used_its_gateway(tmp_path: Path) -> None:
     async with collection(tmp_path, good) as b:
         run = Run(b, tmp_path / "run", "sync", groups=4)
         await run.both(rollouts=2)
@@ -207,7 +207,7 @@ async def test_a_run_goes_on_after_another_one_used_its_gateway(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("mode", "bound"), [("one-step-off", 1), ("async", 2)])
-async def test_a_run_that_was_made_shorter_collects_nothing_for_nobody(
+async def test_resumed_run_with_fewer_steps_launches_nothing_beyond_them(
     tmp_path: Path, mode: Mode, bound: int
 ) -> None:
     launched: set[str] = set()

@@ -124,7 +124,7 @@ async def test_a_call_the_gateway_before_died_under_is_dangling(tmp_path: Path) 
         assert (await state_of(up)).dangling == 1
 
 
-async def test_a_session_that_is_over_is_told_of_without_its_turns(tmp_path: Path) -> None:
+async def test_a_session_that_is_over_is_reported_without_its_turns(tmp_path: Path) -> None:
     async with running(yes(), tmp_path) as up:
         for session_id in ("r.1", "r.2", "r.3"):
             agent = await up.agent(session_id)
@@ -282,7 +282,7 @@ async def test_a_server_that_does_not_know_the_route_is_left_alone(status: int, 
         server.server_close()
 
 
-async def test_signs_of_life_go_on_after_a_gateway_was_away(tmp_path: Path) -> None:
+async def test_signs_of_life_continue_after_a_gateway_was_away(tmp_path: Path) -> None:
     alive = Heartbeat(first_s=0.0, every_s=0.05)
     listener = listen("127.0.0.1", 0)
     try:

@@ -26,6 +26,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Get]:
                     running[name] = stack.enter_context(getattr(servers, name)(tmp_path_factory.mktemp(name)))
                 except Unavailable as error:
                     pytest.fail(str(error)) if os.environ.get("CI") else pytest.skip(str(error))
+            running[name].ensure_running()
             return running[name]
 
         yield get

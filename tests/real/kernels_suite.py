@@ -40,7 +40,9 @@ def lanes_of(lanes: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("normed", [False, True])
-def test_rotating_and_storing(shape: tuple[int, ...], dtype: torch.dtype, normed: bool) -> None:
+def test_triton_rotation_and_cache_writes_equal_the_plain_ones(
+    shape: tuple[int, ...], dtype: torch.dtype, normed: bool
+) -> None:
     lanes, heads, kv_heads, size, rows, length = shape
     q, k, v = (noise(lanes, h, size, dtype=dtype) for h in (heads, kv_heads, kv_heads))
     angle = noise(lanes, size // 2, dtype=torch.float32).repeat(1, 2)
@@ -62,7 +64,7 @@ def test_rotating_and_storing(shape: tuple[int, ...], dtype: torch.dtype, normed
 # engine compares that itself when it starts.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_attending(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_triton_attention_equals_the_plain_one(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     lanes, heads, kv_heads, size, rows, length = shape
     q = noise(lanes, heads, size, dtype=dtype)
     keys, values = noise(2, rows, length, kv_heads, size, dtype=dtype)
@@ -76,7 +78,7 @@ def test_attending(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (7, 33), (3, 1024), (2, 1025)])
-def test_gating(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_triton_gate_equals_the_plain_one(shape: tuple[int, int], dtype: torch.dtype) -> None:
     gate, up = noise(*shape, dtype=dtype), noise(*shape, dtype=dtype).flip(0)
     assert off(triton_kernels.gate(gate, up), decode_kernels.gate(gate, up)) <= 1
     wide = noise(shape[0], 2 * shape[1], dtype=dtype)
@@ -85,7 +87,7 @@ def test_gating(shape: tuple[int, int], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
-def test_summing_by_blocks(vocabulary: int, dtype: torch.dtype) -> None:
+def test_triton_block_sums_equal_the_plain_ones(vocabulary: int, dtype: torch.dtype) -> None:
     logits = 4 * noise(3, vocabulary, dtype=dtype)
     logits[1, : vocabulary // 2] = float("-inf")  # whole blocks without probability
     temperature = torch.tensor([0.5, 1.0, 2.0])

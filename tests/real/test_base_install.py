@@ -58,9 +58,10 @@ def test_the_base_install_is_light(python: Path) -> None:
 def test_the_command_says_which_extra_is_missing(python: Path, tmp_path: Path) -> None:
     afield = python.parent / "afield"
     assert subprocess.run([afield, "--version"], capture_output=True, check=False).returncode == 0
-    demo = subprocess.run([afield, "demo"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert demo.returncode == 2
-    assert "pip install 'afield[" in demo.stderr
+    for command, extra in (("demo", "demo"), ("conformance", "gateway")):
+        run = subprocess.run([afield, command], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert run.returncode == 2, run.stderr
+        assert f"pip install 'afield[{extra}]'" in run.stderr
 
 
 def test_an_agent_serves_and_delivers_from_the_base_install(python: Path, tmp_path: Path) -> None:

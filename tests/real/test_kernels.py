@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from afield.conformance.environments import python_environment
 from afield.conformance.pins import TRITON
 from afield.errors import Unavailable
 from afield.settings.environment import Environment
+from afield.utils.installations import python_environment
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parent.parent.parent

@@ -92,14 +92,14 @@ async def test_launching_from_two_processes_is_one_job(make: Make, attempt: Atte
         assert len(await first.list()) == 1
 
 
-async def test_an_image_that_is_not_there_is_known_early(make: Make, attempt: Attempt) -> None:
+async def test_missing_image_fails_the_launch_before_its_timeout(make: Make, attempt: Attempt) -> None:
     async with make(image="registry.invalid/afield/nothing:0") as runtime:
         with pytest.raises(InfrastructureFailure, match="Image"), anyio.fail_after(START_S / 2):
             await runtime.launch(attempt, a_payload(attempt))
         assert await runtime.list() == []
 
 
-async def test_a_pod_that_no_node_takes_is_known_early(make: Make, attempt: Attempt) -> None:
+async def test_unschedulable_pod_fails_the_launch_before_its_timeout(make: Make, attempt: Attempt) -> None:
     async with make(node_selector={"afield.example/nowhere": "true"}, unschedulable_s=5.0) as runtime:
         with pytest.raises(InfrastructureFailure, match="nodes are available"), anyio.fail_after(60):
             await runtime.launch(attempt, a_payload(attempt))

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from afield.conformance.environments import python_environment
 from afield.conformance.pins import PYTHON
 from afield.engines.scripted import ScriptedEngine
 from afield.interfaces import SessionSpec
 from afield.settings.environment import Environment
+from afield.utils.installations import python_environment
 from support.dialect_session import calls, said
 from support.gateways import running
 

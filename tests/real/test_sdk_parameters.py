@@ -10,8 +10,8 @@ import pytest
 from tests.real.vllm_server import CACHE
 
 from afield.conformance import pins
-from afield.conformance.environments import python_environment
 from afield.gateway.parameters import TABLE
+from afield.utils.installations import python_environment
 
 pytestmark = pytest.mark.real
 SCRIPT = Path(__file__).parents[1] / "support" / "sdk_parameters.py"

@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from afield.errors import Unavailable, UsageError
+from afield.errors import DamagedFile, Unavailable, UsageError
 from afield.interfaces.weight_probe import read_weight_probe
+from afield.runs.training_record import decode
 from afield.settings.trainer import LoraOptions
 from afield.trainers.fsdp.trainer import FSDPTrainer
 from afield.trainers.grpo import GRPO
@@ -62,12 +63,12 @@ def two_ranks(model_path: Path) -> Iterator[Callable[..., FSDPTrainer]]:
         yield start
 
 
-def forest(rng: random.Random, stem: tuple[int, ...]) -> TurnTree:
+def branching_tree(rng: random.Random, stem: tuple[int, ...]) -> TurnTree:
     """Two turns after a prompt all share, and a third that branches from the first."""
-    made = TurnTree()
+    tree = TurnTree()
     for n, parent in enumerate((None, "t0", "t0")):
         sampled = tuple(rng.randrange(300) for _ in range(rng.randint(2, 5)))
-        made.add(
+        tree.add(
             Turn(
                 id=f"t{n}",
                 root="root",
@@ -82,7 +83,7 @@ def forest(rng: random.Random, stem: tuple[int, ...]) -> TurnTree:
                 digest=f"d{n}",
             )
         )
-    return made
+    return tree
 
 
 def group(name: str, seed: int, rollouts: int = 5) -> Group:
@@ -92,7 +93,7 @@ def group(name: str, seed: int, rollouts: int = 5) -> Group:
     for n in range(rollouts):
         rollout = Rollout(id=f"{name}-{n}", exp_id="exp", group_id=name, task=Task("task", {}))
         outcome = Outcome(rollout_id=rollout.id, attempt=1, reward=float(n % 3))
-        rows = linear(forest(rng, stem)).trajectories
+        rows = linear(branching_tree(rng, stem)).trajectories
         finished.append(RolloutResult(rollout=rollout, outcome=outcome, trajectories=rows))
     return Group(id=name, task_id="task", epoch=0, split=Split.TRAIN, finished=tuple(finished))
 
@@ -144,7 +145,7 @@ def test_two_ranks_learn_what_one_process_learns(model_path, tmp_path, two_ranks
     assert told.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
-def test_a_run_goes_on_bit_for_bit_and_with_another_number_of_devices(model_path, tmp_path, two_ranks):
+def test_a_run_continues_bit_for_bit_and_with_another_number_of_devices(model_path, tmp_path, two_ranks):
     ranks, again = two_ranks(**SETTINGS), two_ranks(**SETTINGS)
     for batch in BATCHES[:2]:
         ranks.step(batch)
@@ -160,6 +161,64 @@ def test_a_run_goes_on_bit_for_bit_and_with_another_number_of_devices(model_path
     assert apart(weights(alone, tmp_path / "alone"), expected) < 1e-6
     alone.save(tmp_path / "by one")
     ranks.restore(tmp_path / "by one")
+
+
+def test_a_killed_rank_is_resumed_bit_for_bit_from_a_checkpoint_that_was_written_meanwhile(
+    model_path, tmp_path, two_ranks
+):
+    ranks = two_ranks(**SETTINGS)
+    ranks.step(BATCHES[0])
+    finish = ranks.begin_save(tmp_path / "checkpoint")
+    ranks.step(BATCHES[1])  # the checkpoint is of the step before, whatever is trained while it is written
+    assert not (tmp_path / "checkpoint").exists()
+    finish()
+    assert {path.name for path in (tmp_path / "checkpoint" / "shards").glob("__*")} == {
+        "__0_0.distcp",
+        "__1_0.distcp",
+    }
+    expected = weights(ranks, tmp_path / "unbroken")
+    ranks.begin_save(tmp_path / "lost")
+    os.kill(ranks._ranks[1].process.pid, signal.SIGKILL)
+    with pytest.raises(Unavailable, match="rank 1 of 2 failed: it was killed by SIGKILL"):
+        ranks.step(BATCHES[2])
+    assert not (tmp_path / "lost").exists()  # a checkpoint without all shards never gets its name
+    again = two_ranks(**SETTINGS)
+    again.restore(tmp_path / "checkpoint")
+    again.step(BATCHES[1])
+    assert apart(weights(again, tmp_path / "again"), expected) == 0
+    alone = GRPO(model_path, **SETTINGS)
+    alone.restore(tmp_path / "checkpoint")
+    assert alone.steps == 1
+    alone.step(BATCHES[1])
+    assert apart(weights(alone, tmp_path / "alone"), expected) < 1e-6
+
+
+def test_four_ranks_learn_what_one_process_learns_and_read_shards_of_two(model_path, tmp_path, two_ranks):
+    alone, two = GRPO(model_path, **SETTINGS), two_ranks(**SETTINGS)
+    with closing(FSDPTrainer(model_path, devices=4, **SETTINGS)) as four:
+        for trainer in (alone, two, four):
+            trainer.step(BATCHES[0])
+        expected = weights(alone, tmp_path / "one")
+        assert apart(weights(two, tmp_path / "two"), expected) < 1e-6
+        assert apart(weights(four, tmp_path / "four"), expected) < 1e-6
+        two.save(tmp_path / "checkpoint")
+        four.restore(tmp_path / "checkpoint")
+        assert apart(weights(four, tmp_path / "restored"), weights(two, tmp_path / "two")) == 0
+        for trainer in (two, four):
+            trainer.step(BATCHES[1])
+        assert apart(weights(four, tmp_path / "four"), weights(two, tmp_path / "two")) < 1e-6
+
+
+def test_shards_of_another_model_or_cut_off_ones_are_refused_by_name(model_path, tmp_path, two_ranks):
+    ranks = two_ranks(**SETTINGS)
+    ranks.save(tmp_path / "checkpoint")
+    other = GRPO(build_tiny_model(tmp_path / "other", hidden=48, tied=True), **SETTINGS)
+    with pytest.raises(UsageError, match=r"the checkpoint has \[\d+, 32\] for .* the model \[\d+, 48\]"):
+        other.restore(tmp_path / "checkpoint")
+    shard = tmp_path / "checkpoint" / "shards" / "__1_0.distcp"
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    with pytest.raises(DamagedFile, match="shards cannot be read"):
+        ranks.restore(tmp_path / "checkpoint")
 
 
 def test_a_restored_run_has_its_own_settings_on_several_devices_too(model_path, tmp_path, two_ranks):
@@ -189,7 +248,7 @@ def test_what_is_refused_leaves_the_ranks_as_they_were(tmp_path, two_ranks):
     ranks.step(BATCHES[1])
 
 
-def test_a_rank_that_dies_is_an_error_that_says_so(two_ranks):
+def test_killed_rank_raises_unavailable_with_its_number_and_signal(two_ranks):
     ranks = two_ranks(**SETTINGS)
     victim = ranks._ranks[1].process
     os.kill(victim.pid, signal.SIGKILL)
@@ -200,7 +259,7 @@ def test_a_rank_that_dies_is_an_error_that_says_so(two_ranks):
         ranks.step(BATCHES[0])
 
 
-def test_a_model_that_is_not_there_is_named_as_by_one_process(tmp_path):
+def test_a_model_that_does_not_exist_is_named_as_by_one_process(tmp_path):
     with pytest.raises(UsageError, match="nowhere is not a model directory"):
         FSDPTrainer(tmp_path / "nowhere", devices=2, **SETTINGS)
 
@@ -226,3 +285,17 @@ def test_ranks_publish_the_bits_of_one_process(model_path, tmp_path, two_ranks, 
     assert told[1] == pytest.approx(told[0], rel=1e-4)
     probes = [read_weight_probe(tmp_path / where) for where in ("one", "two")]
     assert probes[1].logprobs == pytest.approx(probes[0].logprobs, abs=1e-4)
+
+
+def test_two_ranks_record_the_tokens_that_one_process_records(model_path, two_ranks):
+    settings = {**SETTINGS, "record_training": True, "minibatches": 2, "max_tokens_per_pass": 40}
+    alone, ranks = GRPO(model_path, **settings), two_ranks(**settings)
+    one, other = alone.step(BATCHES[0]).records, ranks.step(BATCHES[0]).records
+    assert one.keys() == other.keys()
+    for rollout_id in one:
+        a, b = decode(one[rollout_id]), decode(other[rollout_id])
+        assert (a.turns, a.reasons) == (b.turns, b.reasons)
+        for name in a.columns:
+            assert list(a.columns[name]) == pytest.approx(
+                list(b.columns[name]), rel=1e-3, abs=1e-4, nan_ok=True
+            )

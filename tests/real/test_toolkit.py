@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from afield.conformance.environments import python_environment
 from afield.errors import Unavailable
 from afield.runtimes.remote import RemoteRuntime
 from afield.sdk.stores import aws_client
@@ -24,6 +23,7 @@ from afield.transports.stores.memory import MemoryNotifier
 from afield.transports.stores.s3 import S3CollectorStore
 from afield.transports.transport import StoreTransport
 from afield.types import FailureKind
+from afield.utils.installations import python_environment
 from support import servers
 from support.client_gateway import threaded_gateway
 from support.ports import free_ports

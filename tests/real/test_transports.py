@@ -206,7 +206,7 @@ async def test_dead_letters_go_where_the_queue_says(cloud: Cloud, how: str) -> N
     assert letter["Body"] == "gibberish" and "reason" in letter["MessageAttributes"]
 
 
-async def test_a_letter_without_a_place_is_kept_and_blocks_nobody(
+async def test_dead_letter_without_a_queue_stays_and_does_not_block_other_messages(
     cloud: Cloud, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with on_queue(cloud, queue(cloud, "bare")) as transport:
@@ -274,7 +274,7 @@ async def test_a_stopped_store_raises_unavailable_with_its_url_until_it_restarts
 
 
 @pytest.mark.parametrize("name", ["nats", "redis"])
-async def test_a_queue_that_goes_away_costs_hints_and_no_outcome(
+async def test_a_queue_that_becomes_unavailable_costs_hints_and_no_outcome(
     name: str,
     server: Get,
     monkeypatch: pytest.MonkeyPatch,

@@ -24,7 +24,9 @@ from transformers import AutoModelForCausalLM
 
 from afield.engines.torch.engine import TorchEngine
 from afield.errors import Unavailable
+from support.chromium import browser
 from support.gateways import POLICY, Running, running
+from support.ui import element, serving, show, text
 from support.verl_env import ROOT, verl_environment, verl_python
 from verl_cpu import launching
 
@@ -94,6 +96,20 @@ async def check_store(folder: Path, name: str, steps: int) -> set[int]:
     return seen
 
 
+async def check_pages(run: Path) -> None:
+    """The browser shows rewards by step, and the tokens of a rollout with two branches."""
+    async with browser() as chromium, serving(run.parent, str(run)) as url, chromium.page() as page:
+        await page.open(url)
+        await page.wait_for(element(".tbody a"))
+        await show(page, "#/r/afield", f"{element('.chart canvas')} && {text('verl')}")
+        bars = "[...document.querySelectorAll('.steps a i')].map((i) => parseFloat(i.style.height))"
+        assert len(await page.evaluate(bars)) == 3 and any(await page.evaluate(bars))
+        await show(page, "#/r/afield/rollouts", text(f"of {3 * ROLLOUTS * TASKS} rollouts"))
+        await page.press("Enter")
+        await page.wait_for(f"{element('.tokens .sampled')} && {text('2 branches')}")
+        assert page.errors == []
+
+
 async def test_veRL_trains_synchronously(python: Path, tmp_path: Path) -> None:
     steps = 3
     launching.write_tasks(python, tmp_path, 16)
@@ -109,6 +125,7 @@ async def test_veRL_trains_synchronously(python: Path, tmp_path: Path) -> None:
         # A row of its own for the second branch, which has one call.
         assert step["num_turns/min"] == 2 < step["num_turns/max"]
     assert await check_store(tmp_path, "sync", steps) == {0, 1, 2}
+    await check_pages(tmp_path / "checkpoints" / "on" / "sync" / "afield")
 
 
 async def test_veRL_trains_asynchronously(python: Path, tmp_path: Path) -> None:

@@ -340,7 +340,7 @@ async def breakable(server: str) -> AsyncIterator[tuple[str, Wire]]:
         ends.close()
 
 
-async def test_a_call_goes_on_in_another_engine_when_the_server_is_cut_off(
+async def test_a_call_continues_in_another_engine_when_the_server_is_cut_off(
     engine: VllmEngine, server: str, weights: list[Path], scores: Scores
 ) -> None:
     undisturbed = ids(await answer(engine, a_call(600)))

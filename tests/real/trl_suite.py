@@ -352,7 +352,7 @@ def send(rollouts: Rollouts, version: int) -> None:
     rollouts.worker.update_model_version(version)
 
 
-def test_branches_versions_and_failures_arrive_and_a_dead_gateway_is_told_of(
+def test_branches_versions_and_failures_arrive_and_a_dead_gateway_is_reported(
     started: Callable[..., Rollouts],
 ) -> None:
     rollouts = started(f"{HERE / 'trl_agents.py'}:branching", retries_infrastructure=0, advantage="rloo")
@@ -414,14 +414,14 @@ def test_arguments_that_cannot_work_are_refused(tmp_path: Path) -> None:
         Rollouts(arguments(tmp_path, top_p=0.9), **how)
     with pytest.raises(UsageError, match="give it as num_generations"):
         Rollouts(arguments(tmp_path), rollouts=8, **how)
-    with pytest.raises(UsageError, match="minibatches does nothing here"):
+    with pytest.raises(UsageError, match="minibatches has no effect"):
         Rollouts(arguments(tmp_path), minibatches=2, **how)
     shared = tmp_path / "shared.toml"
     shared.write_text('[train]\nminibatches = 2\n[train.learn]\ncredit = "turns"\n')
     with pytest.raises(UsageError, match=r"learn\.credit = 'turns' .* one advantage per row"):
         Rollouts(arguments(tmp_path), config=shared, **how)
     shared.write_text("[train.learn.rewards]\nfound = 1.0\n")
-    with pytest.raises(UsageError, match=r"learn\.rewards are not weighed"):
+    with pytest.raises(UsageError, match=r"learn\.rewards is not supported"):
         Rollouts(arguments(tmp_path), config=shared, **how)
     with pytest.raises(UsageError, match="needs the whole batch"):
         Rollouts(arguments(tmp_path), advantage="reinforce_plus_plus", **how)

@@ -259,7 +259,7 @@ def test_a_turn_earns_what_came_at_its_end_or_later(estimator: str, discount: fl
     assert torch.equal(*order)
 
 
-def test_an_estimator_of_sums_compares_what_whole_sessions_got() -> None:
+def test_grpo_of_verl_compares_the_reward_sums_of_whole_sessions() -> None:
     made = [credited(0, 1.0, "grpo"), credited(1, 0.0, "grpo", branched=False), credited(2, 0.5, "grpo")]
     found, keys = estimated(made, "grpo")
     totals = torch.tensor([1.7, 0.3, 1.2])
@@ -282,7 +282,7 @@ def test_remax_takes_a_turns_return_minus_the_greedy_sessions() -> None:
 
 def test_veRLs_agent_loop_refuses_credit_by_turns() -> None:
     made = veRL_config("+afield.agent=a.py:a", "+afield.credit=turns", "+afield.rewards.format=0.5")
-    with pytest.raises(UsageError, match="takes one reward for a row"):
+    with pytest.raises(UsageError, match="takes one reward per row"):
         agent_loop._SharedClient().get(made, None)
 
 

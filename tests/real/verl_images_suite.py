@@ -20,6 +20,7 @@ from afield import trajectories
 from afield.engines.torch.engine import TorchEngine
 from afield.integrations.verl import agent_loop, rows
 from afield.interfaces.engine import GenerateRequest
+from afield.models.vision import Vision
 from afield.turn_tree import TurnTree
 from afield.types import (
     FinishReason,
@@ -36,7 +37,6 @@ from afield.types import (
     TurnStatus,
     VersionSpan,
 )
-from afield.vision import Vision
 from support.tiny_vision_model import build_tiny_vision_model, png
 
 pytestmark = pytest.mark.real

@@ -49,7 +49,7 @@ FIELDS = ["prompts", "responses", "response_mask", "rm_scores", "rollout_log_pro
 
 @pytest.fixture(scope="module", autouse=True)
 def queue() -> Iterator[None]:
-    ray.init(num_cpus=32, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=32, include_dashboard=False, log_to_driver=False)
     conf = veRL_config("transfer_queue.backend.SimpleStorage.num_data_storage_units=1").transfer_queue
     transfer_queue.init(OmegaConf.create(OmegaConf.to_container(conf, resolve=True)))
     yield

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from afield.conformance import pins
-from afield.conformance.environments import python_environment
+from afield.utils.installations import python_environment
 from support.ports import free_ports
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "afield" / "envs"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from support.ports import free_ports
 
 pytestmark = pytest.mark.anyio
 ADMIN = "admin-key-of-the-test"
+SECRET = "0123456789abcdef0123456789abcdef"
 
 
 @asynccontextmanager
@@ -37,7 +39,7 @@ async def program(*words: object) -> AsyncIterator[dict[str, Any]]:
 async def relay(folder: Path) -> AsyncIterator[list[object]]:
     """Run a relay and yield the flags of processes that dial out to it."""
     secret = folder / "lab.secret"
-    secret.write_text("0123456789abcdef0123456789abcdef")
+    secret.write_text(SECRET)
     secret.chmod(0o600)
     async with program("relay", "--port", 0, "--cluster", f"lab={secret}") as started:
         yield ["--relay", started["url"], "--relay-cluster", "lab", "--relay-secret-file", secret]
@@ -95,13 +97,49 @@ async def test_engine_that_dials_out_serves_a_gateway(tmp_path):
         assert (status, answer["choices"][0]["message"]["content"]) == (200, "Yes.")
 
 
+AGENT = """
+import openai
+import afield
+
+@afield.agent
+def agent(task, rollout):
+    client = openai.OpenAI(base_url=rollout.openai_base_url, api_key=rollout.api_key)
+    messages = [{"role": "user", "content": task["question"]}]
+    reply = client.chat.completions.create(model=rollout.model_id, messages=messages)
+    print(rollout.openai_base_url)
+    return {"reward": float(reply.choices[0].message.content == "Yes.")}
+"""
+
+
+async def test_agents_of_a_training_run_reach_its_gateway_through_the_relay(tmp_path):
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "tasks.jsonl").write_text('{"question": "Is it so?"}\n')
+    (tmp_path / "script.jsonl").write_text('{"match": "", "text": "Yes."}\n')
+    words = ["train", "agent.py:agent", "--tasks", "tasks.jsonl", "--model", POLICY, "--run", "far.1"]
+    words += ["--engine", "scripted=script.jsonl", "--deliver", "gateway", "--freeze-weights", "--steps", 1]
+    words += ["--tasks-per-step", 1, "--rollouts", 2, "--json"]
+    async with relay(tmp_path) as flags:
+        command = [sys.executable, "-m", "afield", *map(str, [*words, *flags[:4]])]
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            cwd=tmp_path,
+            env=os.environ | {"AFIELD_RELAY_SECRET": SECRET},
+            stdout=asyncio.subprocess.PIPE,
+        )
+        out, _ = await process.communicate()
+    assert process.returncode == 0, out
+    assert json.loads(out.splitlines()[-1])["last"] == 1.0
+    logs = "".join(file.read_text() for file in (tmp_path / "runs/far.1/logs").rglob("*.log"))
+    assert logs.count(f"{flags[1]}/c/lab/g/far-1/t/") == 2
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--relay", "relay.example"], "is no address"),
+        (["--relay", "relay.example"], "must be an address, such as"),
         (["--relay", "http://127.0.0.1:1"], "--relay-cluster NAME"),
         (["--relay", "http://127.0.0.1:1", "--relay-cluster", "lab"], "--relay-secret-file"),
-        (["--engine", "relay=vllm:w"], "needs the relay"),
+        (["--engine", "relay=vllm:w"], "needs the address of the relay"),
     ],
 )
 async def test_wrong_relay_settings_are_named(tmp_path, flags: list[str], message: str):
@@ -118,3 +156,21 @@ async def test_relay_without_a_cluster_is_refused():
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     _, err = await process.communicate()
     assert process.returncode == 2 and b"--cluster NAME=FILE" in err
+
+
+async def test_relay_and_gateway_take_the_secret_from_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("AFIELD_RELAY_SECRET", "0123456789abcdef0123456789abcdef")
+    async with (
+        program("relay", "--port", 0, "--cluster", "lab") as relay,
+        program(*gateway(tmp_path, "--relay", relay["url"], "--relay-cluster", "lab")) as started,
+    ):
+        assert (await ask(await opened(started["local_url"], "s.1")))[0] == 200
+
+
+@pytest.mark.parametrize(("secret", "message"), [("", b"NAME=FILE"), ("short", b"at least 16")])
+async def test_cluster_without_a_usable_secret_is_refused(monkeypatch, secret: str, message: bytes):
+    monkeypatch.setenv("AFIELD_RELAY_SECRET", secret)
+    command = [sys.executable, "-m", "afield", "relay", "--port", "0", "--cluster", "lab"]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    _, err = await process.communicate()
+    assert process.returncode == 2 and message in err

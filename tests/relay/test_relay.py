@@ -13,10 +13,11 @@ from typing import Any, Self
 import aiohttp
 import pytest
 from aiohttp import web
+from yarl import URL
 
 from afield.errors import UsageError
 from afield.gateway import shards
-from afield.relay.auth import EVERY_PATH, route_prefix, session_scope
+from afield.relay.auth import EVERY_PATH, LinkRequest, route_prefix, session_scope
 from afield.relay.client import RelayClient
 from afield.relay.forward import HttpForwarder
 from afield.relay.server import Relay, RelayLimits, serve_relay
@@ -157,6 +158,14 @@ async def test_wrong_route_token_gets_401_and_reaches_no_gateway(token: str):
         assert (await post(good.replace("/s/s1/", "/s/other/")))[0] == 401
         assert (await post(good.replace("/s/s1/echo", "/sessions")))[0] == 401
         assert (await post(good.replace("/g/g1/", "/g/g2/")))[0] == 401
+        for path in (
+            "/s/s1/../../sessions",
+            "/s/s1/%2e%2e/s2/echo",
+            "/s/s1%2f..%2fs2/echo",
+            "/v1/../sessions",
+        ):
+            url: Any = URL(good.replace("/s/s1/echo", path), encoded=True)
+            assert (await post(url))[0] == 401, path
         assert setup.app.requests == []
 
 
@@ -198,6 +207,108 @@ async def test_gateway_that_does_not_connect_gets_503_with_retry_after():
     async with setup.relay(), aiohttp.ClientSession() as http, http.post(setup.url("echo")) as response:
         assert response.status == 503
         assert response.headers["Retry-After"] == "1"
+
+
+async def test_request_during_a_restart_of_the_gateway_waits_for_the_new_process():
+    setup, after = Setup(App("before")), App("after")
+    async with setup.relay():
+        async with setup.client():
+            assert (await post(setup.url("echo")))[0] == 201
+        early = asyncio.create_task(post(setup.url("echo"), b"early"))
+        await asyncio.sleep(0.2)
+        async with _same_relay(setup).client(after):
+            assert await early == (201, b"early")
+    assert after.requests == ["/s/s1/echo"]
+
+
+async def test_request_to_a_gateway_that_left_gets_503_after_the_hold_timeout():
+    setup = Setup(App(), RelayLimits(hold_s=0.1, resume_s=60.0))
+    async with setup.relay():
+        async with setup.client():
+            assert (await post(setup.url("echo")))[0] == 201
+        status, answer = await asyncio.wait_for(post(setup.url("echo")), 20)
+        assert status == 503 and b"gateway_not_connected" in answer
+
+
+async def test_new_process_gets_the_name_of_one_that_vanished_without_a_word():
+    setup, after = Setup(App("before")), App("after")
+    async with setup.relay(), setup.client():
+        setup.proxy.refuse = True
+        setup.proxy.freeze()  # the machine is gone: no FIN reaches the relay
+        async with _same_relay(setup).client(after) as client:
+            assert client.connected.is_set()
+            assert (await post(setup.url("echo")))[0] == 201
+    assert after.requests == ["/s/s1/echo"]
+
+
+@asynccontextmanager
+async def dial(setup: Setup, instance: str) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
+    """Connect as gateway g1 and stop before the last step of the handshake."""
+    base = f"http://127.0.0.1:{setup.port}/c/lab"
+    async with aiohttp.ClientSession() as http:
+        async with http.get(f"{base}/challenge") as response:
+            challenge = (await response.json())["challenge"]
+        request = LinkRequest(gateway="g1", instance=instance, challenge=challenge, nonce="n")
+        header = {"Authorization": request.signed("lab", SECRET).to_header()}
+        async with http.ws_connect(f"{base}/connect", headers=header) as socket:
+            await socket.receive_str()
+            yield socket
+
+
+async def test_handshake_that_breaks_off_leaves_the_name_free():
+    setup = Setup(App())
+    async with setup.relay():
+        async with dial(setup, "a") as first:
+            await first.send_str('{"streams": {}}')
+            async with dial(setup, "a"):  # the same process, which dies before the end of its handshake
+                pass
+        async with _same_relay(setup).client() as client:
+            assert client.connected.is_set()
+
+
+async def test_of_two_processes_that_connect_at_once_one_gets_the_name():
+    setup = Setup(App())
+    async with setup.relay(), dial(setup, "a") as first, dial(setup, "b") as second:
+        await first.send_str('{"streams": {}}')
+        asking = asyncio.create_task(post(setup.url("echo")))
+        assert (await first.receive(timeout=10)).type is aiohttp.WSMsgType.BINARY  # the first one serves
+        await second.send_str('{"streams": {}}')
+        assert (await second.receive(timeout=10)).type is aiohttp.WSMsgType.CLOSE
+        assert not asking.done()
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+
+async def test_streams_outlive_a_second_cut_shortly_before_the_resume_timeout_of_the_first():
+    setup = Setup(App())
+    async with setup.relay(), setup.client(resume_s=4.0) as client, stream(setup) as response:
+        first = await response.content.readline()
+        setup.proxy.cut()
+        await asyncio.sleep(3.0)
+        assert client.connected.is_set()
+        setup.proxy.refuse = True
+        setup.proxy.cut()
+        await asyncio.sleep(1.5)  # the timeout of the first cut is over, that of the second is not
+        setup.proxy.refuse = False
+        setup.app.go_on.set()
+        assert first + await response.read() == LINES
+    assert setup.app.disconnects == 0
+
+
+async def test_link_comes_back_after_the_gateway_gave_up_its_streams():
+    setup = Setup(App(), RelayLimits(hold_s=5.0, resume_s=60.0, heartbeat_s=0.5))
+    async with setup.relay(), setup.client(resume_s=0.2) as client, stream(setup) as response:
+        await response.content.readline()
+        setup.proxy.refuse = True
+        setup.proxy.cut()
+        async with asyncio.timeout(10):
+            while not setup.app.disconnects:
+                await asyncio.sleep(0.02)
+        setup.proxy.refuse = False
+        await asyncio.wait_for(client.connected.wait(), 10)
+        with pytest.raises(aiohttp.ClientError):
+            await asyncio.wait_for(response.read(), 10)
+        assert await post(setup.url("echo"), b"1") == (201, b"1")
 
 
 async def test_streams_continue_after_the_link_is_cut():
@@ -292,7 +403,32 @@ async def test_repeated_request_after_relay_kills_gets_the_same_response(tmp_pat
     assert app.disconnects == 0
 
 
-async def test_request_that_nobody_repeats_ends_as_a_disconnect(tmp_path):
+async def test_repeated_request_whose_body_was_not_read_gets_the_same_response(tmp_path):
+    requests: list[str] = []
+    go_on = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        """Answer without reading the request's body, as many applications do after a GET."""
+        requests.append(scope["method"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"first ", "more_body": True})
+        await go_on.wait()
+        await send({"type": "http.response.body", "body": b"last"})
+
+    async with RelayProcess(tmp_path) as relay, aiohttp.ClientSession() as http:
+        setup = Setup(App(), port=relay.port)
+        async with setup.client(app, claim_s=60.0):
+            async with http.get(setup.url("models")) as response:
+                assert await response.content.readany() == b"first "
+                await relay.kill()
+            await relay.start()
+            go_on.set()
+            async with http.get(setup.url("models")) as response:
+                assert await asyncio.wait_for(response.read(), 20) == b"first last"
+    assert requests == ["GET"]
+
+
+async def test_request_that_is_not_repeated_after_a_restart_ends_as_a_disconnect(tmp_path):
     app = App()
     async with RelayProcess(tmp_path) as relay, aiohttp.ClientSession() as http:
         setup = Setup(app, port=relay.port)
@@ -346,6 +482,14 @@ async def test_body_above_the_limit_gets_413():
         assert (await post(setup.url("echo"), b"x" * 1001))[0] == 413
         assert (await post(setup.url("echo"), chunked()))[0] == 413  # pyright: ignore[reportArgumentType]
         assert (await post(setup.url("echo"), b"x" * 1000))[0] == 201
+
+
+async def test_client_that_waits_for_100_continue_gets_it():
+    setup = Setup(App())
+    async with setup.relay(), setup.client(), aiohttp.ClientSession() as http, asyncio.timeout(10):
+        for n in range(2):  # also on a connection that is used again
+            async with http.post(setup.url("echo"), data=b"%d" % n, expect100=True) as response:
+                assert (response.status, await response.read()) == (201, b"%d" % n)
 
 
 async def test_connection_without_a_request_is_closed():
@@ -408,3 +552,34 @@ async def test_engine_behind_a_forwarder_streams_through_the_relay():
             assert await response.read() == b"got " + b"x" * 200_000
         await runner.cleanup()
         assert (await post(url))[0] == 503
+
+
+async def test_forwarder_adds_nothing_to_requests_and_keeps_no_cookies():
+    async def handle(request: web.Request) -> web.StreamResponse:
+        if request.path.endswith("/old"):
+            raise web.HTTPTemporaryRedirect("/new")
+        seen = {"path": request.raw_path, "headers": sorted(name.lower() for name in request.headers)}
+        response = web.json_response(seen)
+        response.set_cookie("who", "first client")
+        return response
+
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", handle)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    setup = Setup(App())
+    prefix = route_prefix(SECRET, "lab", "g1", EVERY_PATH)
+    server = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    async with HttpForwarder(server) as forwarder, setup.relay(), setup.client(forwarder):
+        base = f"http://127.0.0.1:{setup.port}{prefix}"
+        names = ("Accept", "Accept-Encoding", "User-Agent")
+        async with aiohttp.ClientSession(skip_auto_headers=names) as http:
+            for path in ("/a", "/b%2F..%2Fc"):
+                async with http.get(URL(base + path, encoded=True)) as response:
+                    assert json.loads(await response.read()) == {"path": path, "headers": ["host"]}
+                http.cookie_jar.clear()
+            async with http.get(f"{base}/old", allow_redirects=False) as response:
+                assert (response.status, response.headers["location"]) == (307, "/new")
+        await runner.cleanup()

@@ -177,6 +177,25 @@ async def test_an_agent_that_exists_is_taken_by_its_arn(sink: Sink, tmp_path: Pa
             await runtime.stop(attempt)
 
 
+async def test_a_row_names_the_image_whose_agent_runtime_runs_it(sink: Sink, tmp_path: Path) -> None:
+    async with serving(sink) as url:
+        for image in IMAGES:
+            async with opened(tmp_path, url=url, image=image) as runtime:
+                await runtime.check()
+        arns = {one["agentRuntimeName"]: one["agentRuntimeArn"] for one in await versions(url)}
+        there = AgentCoreOptions(endpoint_url=url, image_key="image", arns={"task/acting:1": arns["acting"]})
+        async with AgentCoreRuntime(there, name="run", ledger=tmp_path / "other.sqlite") as runtime:
+            await runtime.check()
+            place = Place(runtime, sink.transport, sink)
+            attempt = await place.launch({"do": "reward", "image": "task/acting:1"})
+            assert (await runtime.status(attempt)).where.endswith(arns["acting"])
+            await runtime.stop(attempt)
+            for name, row in (("other", {"image": "task/other:1"}), ("none", {})):
+                with pytest.raises(TaskFailure, match="add its ARN to agentcore"):
+                    await place.launch({"do": "reward", **row}, name)
+            await runtime.stop(Attempt("of-another-process", 1))  # asks every agent runtime
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -274,7 +293,7 @@ async def test_no_more_sessions_are_alive_than_allowed_and_the_next_waits_for_an
         (503, RateLimited, Phase.STARTING),
     ],
 )
-async def test_what_the_agents_own_server_refuses_is_told_apart(
+async def test_what_the_agents_own_server_refuses_is_distinguished(
     tmp_path: Path, sink: Sink, status: int, kind: type[Exception], phase: Phase
 ) -> None:
     (tmp_path / "refusing.py").write_text(REFUSING.replace("STATUS", str(status)))
@@ -294,7 +313,7 @@ async def test_an_image_that_is_no_rollout_app_is_known_from_its_first_answer(
     (tmp_path / "other.py").write_text(REFUSING.replace("STATUS", "200"))
     images = {"acting": AgentImage(argv=(sys.executable, str(tmp_path / "other.py")))}
     async with placed(sink, tmp_path, images=images) as place:
-        with pytest.raises(TaskFailure, match=r"is no rollout app: it answered '\{\}'") as raised:
+        with pytest.raises(TaskFailure, match=r"is not a rollout app: it answered '\{\}'") as raised:
             await place.launch({"do": "reward"})
         assert raised.value.reason is Reason.NO_AGENT
         await place.runtime.stop(Attempt("r", 1))

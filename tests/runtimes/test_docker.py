@@ -84,7 +84,7 @@ def test_only_what_is_set_is_enforced() -> None:
         ({"ExitCode": 255}, "signal 127, unknown"),
     ],
 )
-def test_a_death_is_told_in_words(state: dict[str, object], said: str) -> None:
+def test_container_exit_states_are_described_in_words(state: dict[str, object], said: str) -> None:
     assert said in describe_exit(state, ResourceLimits(memory_mb=64))
 
 
@@ -166,7 +166,7 @@ async def test_a_relay_carries_both_ways_until_both_have_ended() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_relay_takes_nobody_from_elsewhere() -> None:
+async def test_loopback_relay_closes_connections_from_other_addresses() -> None:
     taken: list[object] = []
 
     async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -185,7 +185,7 @@ async def test_a_relay_takes_nobody_from_elsewhere() -> None:
 
 
 @pytest.mark.anyio
-async def test_an_address_that_is_not_ours_is_told() -> None:
+async def test_an_address_that_is_not_ours_is_reported() -> None:
     async with LoopbackRelays() as relays:
         assert not await relays.open("192.0.2.1", "192.0.2.0/24", {8400})
 
@@ -194,7 +194,7 @@ async def test_an_address_that_is_not_ours_is_told() -> None:
 
 
 @pytest.mark.anyio
-async def test_an_engine_that_is_not_there_is_named_with_the_remedy(tmp_path: Path) -> None:
+async def test_an_engine_that_does_not_exist_is_named_with_the_remedy(tmp_path: Path) -> None:
     async with runtime(tmp_path) as here:
         with pytest.raises(UsageError, match=rf"unix://{tmp_path}/engine.sock does not answer.*set socket"):
             await here.check()
@@ -227,7 +227,7 @@ async def test_launching_outside_the_runtime_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_sandbox_without_an_engine_says_so(tmp_path: Path) -> None:
+async def test_sandbox_without_a_container_engine_raises_unavailable(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="does not answer"):
         async with ContainerSandbox("an/image", ContainerOptions(socket=f"unix://{tmp_path}/engine.sock")):
             pass

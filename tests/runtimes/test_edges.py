@@ -176,7 +176,7 @@ async def test_a_sandbox_that_could_not_be_made_once_is_tried_again(sink: Sink, 
 
 
 @needs_bubblewrap
-async def test_a_sandbox_for_which_no_file_is_left_says_so(sink: Sink, tmp_path: Path) -> None:
+async def test_sandbox_without_free_file_descriptors_raises_usage_error(sink: Sink, tmp_path: Path) -> None:
     async with SandboxRuntime(f"{ACTING}:act", SandboxOptions(), log_dir=tmp_path / "logs") as runtime:
         with no_more_files(), pytest.raises(UsageError, match="Too many open files"):
             await runtime.check()
@@ -250,7 +250,7 @@ async def test_verifiers_take_no_turns_of_the_agents(tmp_path: Path) -> None:
 # --- whose is whose ---------------------------------------------------------------------------------------
 
 
-def test_verifiers_of_two_runs_are_told_apart(tmp_path: Path) -> None:
+def test_verifiers_of_two_runs_are_distinguished(tmp_path: Path) -> None:
     """They may share a cluster, where a reaper of the one finds its own by name."""
     names: set[str] = set()
     config = TrainConfig(
@@ -264,7 +264,7 @@ def test_verifiers_of_two_runs_are_told_apart(tmp_path: Path) -> None:
     assert len(names) == 4
 
 
-async def test_a_run_does_not_go_on_elsewhere_while_its_old_place_may_still_run_something(
+async def test_a_run_does_not_continue_elsewhere_while_its_old_place_may_still_run_something(
     tmp_path: Path,
 ) -> None:
     roster = SessionRegistry(tmp_path / "sessions.sqlite")

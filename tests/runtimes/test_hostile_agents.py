@@ -136,7 +136,7 @@ def run(canaries: Canaries) -> Run:
 
 @needs_bubblewrap
 @pytest.mark.timeout(800)
-def test_a_run_with_hostile_agents_goes_on_and_honest_ones_get_their_rewards(run: Run) -> None:
+def test_a_run_with_hostile_agents_continues_and_honest_ones_get_their_rewards(run: Run) -> None:
     assert run.code == 0, run.err
     assert [outcome["reward"] for outcome in run.outcomes("none")] == [1.0, 1.0]
     told = summary(run.out)
@@ -153,7 +153,7 @@ def test_an_attack_gets_nothing(run: Run, attack: str) -> None:
 
 @needs_bubblewrap
 @pytest.mark.skipif("memory" not in LIMITED, reason="no control group for memory can be made here")
-def test_who_eats_all_memory_is_no_reward_but_a_failure_that_says_so(run: Run) -> None:
+def test_agent_that_exhausts_memory_is_an_infrastructure_failure_without_reward(run: Run) -> None:
     for outcome in run.outcomes("memory_of_its_own"):
         assert outcome["reward"] is None
         assert outcome["failure"]["kind"] == "infrastructure"
@@ -162,7 +162,7 @@ def test_who_eats_all_memory_is_no_reward_but_a_failure_that_says_so(run: Run) -
 
 @needs_bubblewrap
 @pytest.mark.parametrize("attack", SAID)
-def test_an_attack_is_told_of_in_the_log_of_its_session(run: Run, canaries: Canaries, attack: str) -> None:
+def test_an_attack_is_reported_in_the_log_of_its_session(run: Run, canaries: Canaries, attack: str) -> None:
     if attack == "outlive" and "pids" not in LIMITED:
         pytest.skip("who is killed from outside is counted in control groups only")
     logs = run.logs(attack)
@@ -174,7 +174,7 @@ def test_an_attack_is_told_of_in_the_log_of_its_session(run: Run, canaries: Cana
 
 @needs_bubblewrap
 @pytest.mark.parametrize(("attack", "said"), SAID_BY_GATEWAY)
-def test_an_attack_on_the_gateway_is_told_of_in_its_log(run: Run, attack: str, said: str) -> None:
+def test_an_attack_on_the_gateway_is_reported_in_its_log(run: Run, attack: str, said: str) -> None:
     for session in run.logs(attack):
         assert re.search(said.replace("SESSION", re.escape(session)), run.gateway_log), said
     assert max(map(len, run.gateway_log.splitlines())) < 2000

@@ -134,7 +134,7 @@ async def test_many_sessions_are_seen_by_one_list_and_one_watch(kube: FakeKube, 
 # --- ends --------------------------------------------------------------------------------------------
 
 
-async def test_a_session_past_its_deadline_is_ended_and_says_so(kube: FakeKube, sink: Sink) -> None:
+async def test_session_past_its_job_deadline_fails_with_timeout(kube: FakeKube, sink: Sink) -> None:
     async with placed(kube, sink, job_deadline_s=4) as place:
         ended = await place.wait(await place.launch({"do": "beat"}))
         assert ended.failure and ended.failure.reason is Reason.TIMEOUT
@@ -165,7 +165,7 @@ async def test_a_lost_node_is_a_failure_of_the_infrastructure(kube: FakeKube, si
 
 
 @pytest.mark.parametrize("how", ["Background", "Foreground"])
-async def test_a_job_that_somebody_deletes_is_told(kube: FakeKube, sink: Sink, how: str) -> None:
+async def test_deleted_job_fails_the_attempt_as_died(kube: FakeKube, sink: Sink, how: str) -> None:
     async with placed(kube, sink) as place:
         attempt = await place.launch({"do": "beat"})
         await kube.nodes.delete_job(job_name("run", "r.1"), how)
@@ -191,7 +191,9 @@ async def test_what_has_ended_is_gone_after_its_time_to_live_and_its_log_stays(
 # --- what does not start -----------------------------------------------------------------------------
 
 
-async def test_an_image_that_cannot_be_pulled_is_known_early(kube: FakeKube, sink: Sink) -> None:
+async def test_image_that_cannot_be_pulled_fails_the_launch_before_its_timeout(
+    kube: FakeKube, sink: Sink
+) -> None:
     async with placed(kube, sink, image="registry.example/nothing:1") as place:
         with pytest.raises(InfrastructureFailure, match=r"(?s)ErrImagePull.*nothing:1.*not found") as caught:
             with anyio.fail_after(60):
@@ -200,7 +202,7 @@ async def test_an_image_that_cannot_be_pulled_is_known_early(kube: FakeKube, sin
         assert jobs(kube) == []
 
 
-async def test_a_secret_that_is_not_there_is_known_early(kube: FakeKube, sink: Sink) -> None:
+async def test_missing_secret_fails_the_launch_before_its_timeout(kube: FakeKube, sink: Sink) -> None:
     async with placed(kube, sink, secret="absent") as place:
         with pytest.raises(
             InfrastructureFailure, match='CreateContainerConfigError: secret "absent" not found'
@@ -215,7 +217,7 @@ async def test_a_secret_that_is_not_there_is_known_early(kube: FakeKube, sink: S
         ({"limits": ResourceLimits(cpus=100)}, "Insufficient cpu"),
     ],
 )
-async def test_a_pod_that_no_node_takes_is_known_early(
+async def test_unschedulable_pod_fails_the_launch_before_its_timeout(
     kube: FakeKube, sink: Sink, more: dict[str, Any], said: str
 ) -> None:
     async with placed(kube, sink, unschedulable_s=1.0, **more) as place:
@@ -275,3 +277,26 @@ async def test_a_payload_that_is_no_json_is_refused_before_anything_is_made(
         with pytest.raises(TaskFailure, match=r"the payload of r\.1"):
             await runtime.launch(Attempt("r", 1), {"value": float("nan"), "at": object()})
     assert kube.bodies == []
+
+
+# --- images of task rows -----------------------------------------------------------------------------
+
+
+async def test_a_row_names_the_image_of_its_job(kube: FakeKube, sink: Sink) -> None:
+    async with placed(kube, sink, image_key="image") as place:
+        usual = next(iter(kube.nodes.images))
+        kube.nodes.images["tasks/one:1"] = kube.nodes.images[usual]
+        for rollout_id, row in (("own", {"image": "tasks/one:1"}), ("usual", {})):
+            attempt = await place.launch({"do": "reward", **row}, rollout_id)
+            assert (await place.wait(attempt)).failure is None
+        with pytest.raises(TaskFailure, match="image = 7 of the task row must name an image"):
+            await place.launch({"do": "reward", "image": 7}, "number")
+    images = [body["spec"]["template"]["spec"]["containers"][0]["image"] for body in kube.bodies]
+    assert images == ["tasks/one:1", usual]
+
+
+async def test_rows_must_name_an_image_where_none_is_set(kube: FakeKube, sink: Sink) -> None:
+    async with placed(kube, sink, image="", image_key="image") as place:
+        await place.runtime.check()
+        with pytest.raises(TaskFailure, match="the task row names no image in 'image'"):
+            await place.launch({"do": "reward"})

@@ -101,7 +101,7 @@ async def test_a_watch_that_is_too_old_begins_anew_and_misses_nothing(kube: Fake
     assert asked(kube, "GET", "/pods", limit="500") >= 2
 
 
-async def test_a_server_that_is_away_for_a_while_costs_nobody_anything(kube: FakeKube, sink: Sink) -> None:
+async def test_temporarily_unavailable_api_server_fails_no_attempt(kube: FakeKube, sink: Sink) -> None:
     async with placed(kube, sink) as place:
         attempt = await place.launch({"do": "sleep", "seconds": 1.0})
         kube.down = True
@@ -150,9 +150,7 @@ async def test_a_full_quota_slows_us_down(kube: FakeKube, sink: Sink) -> None:
         assert (await place.wait(await place.launch({"do": "reward"}, "second"))).failure is None
 
 
-async def test_a_job_that_gets_no_pod_for_want_of_quota_slows_us_down_and_is_gone(
-    kube: FakeKube, sink: Sink
-) -> None:
+async def test_job_without_pod_quota_raises_rate_limited_and_is_deleted(kube: FakeKube, sink: Sink) -> None:
     kube.nodes.quota_pods = 0
     async with placed(kube, sink) as place:
         with pytest.raises(RateLimited, match="exceeded quota"), anyio.fail_after(60):
@@ -192,7 +190,7 @@ async def test_a_second_launcher_finds_the_first_ones_session(kube: FakeKube, si
         assert len(sink.told("began")) == 1 and len(kube.bodies) == 1
 
 
-async def test_an_agent_that_forgets_payloads_gets_each_one_once(
+async def test_agent_that_answers_every_payload_alike_gets_each_payload_once(
     kube: FakeKube, sink: Sink, tmp_path: Path
 ) -> None:
     (tmp_path / "plain.py").write_text(PLAIN)
@@ -211,7 +209,7 @@ async def test_a_job_whose_launcher_died_before_its_payload_is_not_adopted(
     kube: FakeKube, sink: Sink
 ) -> None:
     image = image_of(kube, f"{ACTING}:act")
-    kube.make_job(job_for(KubernetesOptions(image=image), "run", "r.1"))
+    kube.make_job(job_for(KubernetesOptions(image=image), "run", "r.1", image))
     await until(lambda: bool(jobs(kube)) and "True" in readiness(kube, "r.1"))
     async with placed(kube, sink) as place:
         assert await place.runtime.adopt(Attempt("r", 1)) is False
@@ -237,7 +235,7 @@ async def test_runs_with_sessions_of_one_name_do_not_meet(kube: FakeKube, sink: 
         assert {live.phase for live in await theirs.runtime.list()} == {Phase.RUNNING}
 
 
-async def test_an_attempt_is_adopted_even_when_the_server_is_away(kube: FakeKube, sink: Sink) -> None:
+async def test_an_attempt_is_adopted_even_when_the_server_is_unavailable(kube: FakeKube, sink: Sink) -> None:
     async with placed(kube, sink) as first, placed(kube, sink) as second:
         attempt = await first.launch({"do": "beat"})
         kube.down = True

@@ -68,7 +68,7 @@ async def test_what_is_missing_is_named(kube: FakeKube, more: dict[str, Any], sa
     assert said in await refused(runtime_on(kube, **more))
 
 
-async def test_a_namespace_that_is_not_there_is_named(kube: FakeKube, tmp_path: Path) -> None:
+async def test_a_namespace_that_does_not_exist_is_named(kube: FakeKube, tmp_path: Path) -> None:
     options = KubernetesOptions(image="a:1", namespace="nowhere", kubeconfig=str(kube.kubeconfig))
     assert "no namespace 'nowhere'" in await refused(KubernetesRuntime(options, name="r", log_dir=tmp_path))
 
@@ -112,18 +112,18 @@ async def test_a_kubeconfig_that_is_none_is_named(tmp_path: Path, text: str | No
     assert said in summary and str(path) in summary
 
 
-async def test_a_context_that_is_not_there_is_named(kube: FakeKube) -> None:
+async def test_a_context_that_does_not_exist_is_named(kube: FakeKube) -> None:
     assert "'elsewhere'" in await refused(runtime_on(kube, context="elsewhere"))
 
 
-async def test_a_token_that_is_not_known_is_told(kube: FakeKube) -> None:
+async def test_a_token_that_is_not_known_is_reported(kube: FakeKube) -> None:
     config = json.loads(kube.kubeconfig.read_text())
     config["users"][0]["user"]["token"] = "stale"
     kube.kubeconfig.write_text(json.dumps(config))
     assert "log in again" in await refused(runtime_on(kube))
 
 
-async def test_a_server_that_is_not_there_is_told(kube: FakeKube) -> None:
+async def test_a_server_that_does_not_exist_is_reported(kube: FakeKube) -> None:
     config = json.loads(kube.kubeconfig.read_text())
     config["clusters"][0]["cluster"]["server"] = "http://127.0.0.1:9"
     kube.kubeconfig.write_text(json.dumps(config))

@@ -103,7 +103,7 @@ def ids(roster: SessionRegistry) -> list[str]:
 # --- owners ----------------------------------------------------------------------------------------------
 
 
-async def test_a_process_is_told_apart_from_a_later_one_with_its_number() -> None:
+async def test_a_process_is_distinguished_from_a_later_one_with_its_number() -> None:
     us = ProcessRef.of(os.getpid())
     assert us.alive and us.here
     assert ProcessRef.parse(str(us)) == us
@@ -166,7 +166,7 @@ async def test_what_has_ended_is_struck_off_unless_its_place_lingers(
         assert ids(roster) == []
 
 
-async def test_whoever_adopts_a_session_owns_it(roster: SessionRegistry) -> None:
+async def test_adopting_a_session_makes_the_adopter_its_owner(roster: SessionRegistry) -> None:
     dead = dead_owner()
     roster.record("r.1", "elsewhere", dead, outlives=True, phase=Phase.RUNNING)
     roster.record("gone.1", "elsewhere", dead, outlives=True, phase=Phase.RUNNING)
@@ -236,7 +236,7 @@ def test_a_killed_controller_leaves_its_rows(tmp_path: Path) -> None:
         assert [owner.alive for owner in roster.owners()] == [False]
 
 
-async def test_a_roster_that_cannot_be_read_says_so(tmp_path: Path) -> None:
+async def test_unreadable_session_registry_raises_damaged_file(tmp_path: Path) -> None:
     path = tmp_path / "sessions.sqlite"
     path.write_bytes(b"not a database at all" * 100)
     with (

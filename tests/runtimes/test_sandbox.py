@@ -139,7 +139,7 @@ async def test_a_gateway_may_have_the_port_that_agents_serve(tmp_path: Path) -> 
 
 
 @needs_bubblewrap
-async def test_too_many_processes_are_told_in_the_log_and_the_rollout_goes_on(
+async def test_too_many_processes_are_told_in_the_log_and_the_rollout_continues(
     tmp_path: Path, sink: Sink
 ) -> None:
     source = """

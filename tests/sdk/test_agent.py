@@ -151,6 +151,9 @@ async def test_the_echo_is_the_row_as_it_came_and_holds_no_key() -> None:
         ({"reward": 0.5}, 0.5),
         ({"rewards": 0.5}, 0.5),
         ({"rewards": [0.5]}, 0.5),
+        ({"rewards": [1, 0.25]}, 0.25),
+        ([1, 0.25], 0.25),
+        ((0, np.float32(0.5)), 0.5),
         ({"rewards": {"correct": 0.5}}, 0.5),
         ({"reward": 0.1, "rewards": {"a": 1, "b": 2}}, 0.1),
     ],
@@ -162,10 +165,23 @@ async def test_what_counts_as_a_reward(value: object, reward: float) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        *(None, "1.0", math.nan, math.inf, 1j, [1.0], object(), 10**400, np.array([1.0]), np.complex128(1)),
+        *(
+            None,
+            "1.0",
+            math.nan,
+            math.inf,
+            1j,
+            [],
+            ["high"],
+            [[1.0]],
+            object(),
+            10**400,
+            np.array([1.0]),
+            np.complex128(1),
+        ),
         *({"reward": None}, {"reward": "high"}, {"score": 1.0}, {}),
         *({"rewards": {"a": math.nan}}, {"rewards": []}, {"rewards": {}}),
-        *({"rewards": {"a": 1, "b": 2}}, {"rewards": [1, 2]}),
+        *({"rewards": {"a": 1, "b": 2}}, {"rewards": [1, math.nan]}),
         *({"reward": 1, "metrics": {"x": "fast"}}, {"reward": 1, "metrics": {"x": math.inf}}),
         {"reward": 1, "metrics": 3},
     ],
@@ -196,6 +212,12 @@ async def test_several_rewards_are_aggregated_the_way_the_author_says(aggregate:
     outcome = (await run_inline(returning({"rewards": {"a": 1, "b": 3}}, aggregate=aggregate))).outcome
     assert outcome.reward == reward
     assert outcome.rewards == {"a": 1.0, "b": 3.0}
+
+
+async def test_the_last_of_a_list_of_rewards_counts_unless_the_author_says_otherwise() -> None:
+    outcome = (await run_inline(returning([1, 0.5, 0.25]))).outcome
+    assert (outcome.reward, outcome.rewards) == (0.25, {"0": 1.0, "1": 0.5, "2": 0.25})
+    assert (await run_inline(returning([1, 0], aggregate="mean"))).outcome.reward == 0.5
 
 
 @pytest.mark.parametrize(

@@ -53,12 +53,22 @@ async def store(tmp_path: Path) -> AsyncIterator[FilesTransport]:
         yield transport
 
 
-async def call(app: AnyApp, method: str, path: str, chunks: list[bytes] | None = None) -> tuple[int, Any]:
+TENANT = "x-amzn-bedrock-agentcore-runtime-custom-tenant"
+
+
+async def call(
+    app: AnyApp,
+    method: str,
+    path: str,
+    chunks: list[bytes] | None = None,
+    headers: list[tuple[bytes, bytes]] | None = None,
+    raw: bool = False,
+) -> tuple[int, Any]:
     """One request to an ASGI app, the way a server makes it."""
     scope = {"type": "http", "http_version": "1.1", "method": method, "path": path, "raw_path": path.encode()}
     scope |= {
         "query_string": b"",
-        "headers": [],
+        "headers": headers or [],
         "scheme": "http",
         "server": ("agent", 8080),
         "root_path": "",
@@ -71,6 +81,8 @@ async def call(app: AnyApp, method: str, path: str, chunks: list[bytes] | None =
     sent: list[Any] = []
 
     async def receive() -> Any:
+        if raw and not incoming:
+            await anyio.sleep_forever()  # a stream ends when its client disconnects
         return incoming.pop(0) if incoming else {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
@@ -79,7 +91,7 @@ async def call(app: AnyApp, method: str, path: str, chunks: list[bytes] | None =
     with anyio.fail_after(60):
         await app(scope, receive, send)
     body = b"".join(m.get("body", b"") for m in sent[1:])
-    return sent[0]["status"], json.loads(body)
+    return sent[0]["status"], body if raw else json.loads(body)
 
 
 async def invoke(app: AnyApp, body: object) -> tuple[int, Any]:
@@ -293,6 +305,44 @@ async def test_the_agentcore_apps_own_tracking_says_busy() -> None:
     assert (await ping(app))["status"] == "HealthyBusy"
     app.complete_async_task(task)
     assert (await ping(app))["status"] == "Healthy"
+
+
+@pytest.mark.parametrize("production_first", [True, False])
+async def test_an_agentcore_app_serves_production_and_rollouts(
+    production_first: bool, store: FilesTransport
+) -> None:
+    app = RolloutApp()
+
+    def rollouts(payload: dict[str, Any], context: afield.Context) -> dict[str, Any]:
+        return {"reward": 1.0, "tenant": context.request_headers.get(TENANT)}
+
+    async def production(payload: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"said": payload["prompt"], "tenant": context.request_headers[TENANT]}
+
+    both = [app.entrypoint, app.rollout_entrypoint]
+    for decorate in both if production_first else reversed(both):
+        decorate(production if decorate == app.entrypoint else rollouts)
+    headers = [(TENANT.encode(), b"acme")]
+    body = json.dumps({"prompt": "Hi"}).encode()
+    assert await call(app, "POST", "/invocations", [body], headers) == (200, {"said": "Hi", "tenant": "acme"})
+    body = json.dumps(payload({}, invocation(**store.address(EXP)))).encode()
+    status, _ = await call(app, "POST", "/invocations", [body], headers)
+    assert status == 200
+    await idle(app)
+    assert (await record(store)).extra == {"tenant": "acme"}
+
+
+async def test_streams_of_a_production_entrypoint_stay_streams() -> None:
+    app = RolloutApp()
+    app.rollout_entrypoint(lambda payload: 1.0)
+
+    @app.entrypoint
+    async def production(payload: dict[str, Any]) -> AsyncIterator[str]:
+        yield "one"
+        yield "two"
+
+    status, body = await call(app, "POST", "/invocations", [b'{"prompt": "Hi"}'], raw=True)
+    assert status == 200 and body.count(b"data: ") == 2
 
 
 # --- serve ---------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def test_what_may_pass_is_tried_again(server: Server) -> None:
     assert slept == list(RETRY_DELAYS_S[:3]) and len(server.requests) == 4
 
 
-def test_tries_are_bounded(server: Server) -> None:
+def test_delivery_gives_up_after_six_attempts(server: Server) -> None:
     server.answer = answers(503)
     one = invocation(outcome_url=server.url)
     with pytest.raises(Unavailable, match=r"no delivery after 6 attempts.*503.*r\.1.*said so"):
@@ -122,7 +122,7 @@ def test_a_redirect_is_not_taken_for_a_delivery(server: Server) -> None:
         deliver(one, record(one), sleep=no_sleep)
 
 
-def test_nobody_at_the_address_is_an_error_that_names_it() -> None:
+def test_delivery_to_a_closed_port_raises_unavailable_with_the_address() -> None:
     with Server() as gone:
         url = gone.url
     one = invocation(outcome_url=url)

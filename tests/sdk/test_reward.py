@@ -35,6 +35,23 @@ async def test_a_grader_gives_finite_floats_sync_and_async() -> None:
     assert (Exact().name, Judge().name) == ("Exact", "judge")
 
 
+async def test_a_grader_may_give_a_list_of_which_the_last_counts() -> None:
+    class Steps(afield.Reward):
+        def __call__(self, **kwargs: Any) -> list[float]:
+            return kwargs["scores"]
+
+    assert Steps()(scores=(True, 0.5)) == [1.0, 0.5]
+    with pytest.raises(afield.VerifierFailure, match="'fast'"):
+        Steps()(scores=[1, "fast"])
+
+    @afield.agent
+    def agent(task: dict) -> Any:
+        return {"rewards": Steps()(scores=[1, 0.5])}
+
+    outcome = (await run_inline(agent)).outcome
+    assert (outcome.reward, outcome.rewards) == (0.5, {"0": 1.0, "1": 0.5})
+
+
 async def test_a_grader_that_crashes_is_not_blamed_on_the_agent() -> None:
     with pytest.raises(afield.VerifierFailure, match="ZeroDivisionError"):
         Crashing()()
@@ -51,7 +68,7 @@ async def test_a_grader_that_crashes_is_not_blamed_on_the_agent() -> None:
     assert record.outcome.failure and record.outcome.failure.kind is FailureKind.VERIFIER
 
 
-def test_a_grader_without_a_call_says_so() -> None:
+def test_reward_class_without_call_raises_not_implemented() -> None:
     class Empty(afield.Reward):
         pass
 

@@ -108,7 +108,7 @@ async def test_what_was_signed_is_taken_and_what_was_changed_is_not(tmp_path: Pa
             assert await place.reward(attempt) == 0.5
 
 
-async def test_a_controller_with_another_key_is_told_so(tmp_path: Path) -> None:
+async def test_a_controller_with_another_key_is_reported(tmp_path: Path) -> None:
     (tmp_path / "key").write_bytes(fresh_key().value)
     (tmp_path / "key").chmod(0o600)
     async with (

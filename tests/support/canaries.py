@@ -9,7 +9,7 @@ import socket
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ class Canaries:
         self._victim = subprocess.Popen(["sleep", "600"])
         self._heard: list[str] = []
         self._listening: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
         self._over = threading.Event()
         self.port = self._listen(socket.AF_INET, ("0.0.0.0", 0))
         with contextlib.suppress(OSError):  # where there is no such address
@@ -40,7 +41,7 @@ class Canaries:
             self._listen(socket.AF_UNIX, address.replace("@", "\0", 1))
         self._udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._udp.bind(("0.0.0.0", 0))
-        threading.Thread(target=self._answer, daemon=True).start()
+        self._start(self._answer)
 
     def row(self) -> dict[str, Any]:
         """What the attacks are told."""
@@ -75,7 +76,14 @@ class Canaries:
         self._over.set()
         self._victim.kill()
         self._victim.wait()
-        for made in (*self._listening, self._udp):
+        sockets = (*self._listening, self._udp)
+        for made in sockets:
+            with contextlib.suppress(OSError):  # not connected; its thread wakes up all the same
+                made.shutdown(socket.SHUT_RDWR)
+        # A thread that still reads would read whatever gets the number of the closed socket next.
+        for thread in self._threads:
+            thread.join()
+        for made in sockets:
             made.close()
 
     def _watch(self, controller: int) -> None:
@@ -88,8 +96,12 @@ class Canaries:
         made.bind(address)
         made.listen()
         self._listening.append(made)
-        threading.Thread(target=self._accept, args=(made,), daemon=True).start()
+        self._start(self._accept, made)
         return made.getsockname()[1] if family != socket.AF_UNIX else 0
+
+    def _start(self, target: Callable[..., None], *args: Any) -> None:
+        self._threads.append(threading.Thread(target=target, args=args, daemon=True))
+        self._threads[-1].start()
 
     def _accept(self, made: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -102,6 +114,8 @@ class Canaries:
         with contextlib.suppress(OSError):
             while True:
                 _, sender = self._udp.recvfrom(100)
+                if self._over.is_set():
+                    return
                 self._heard.append("udp")
                 self._udp.sendto(b"heard", sender)
 

@@ -14,7 +14,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from afield.client import RolloutClient
 from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.gateway.client import HttpGateway
-from afield.interfaces import Runtime, SessionSpec, SessionState, Transport
+from afield.interfaces import Runtime, SessionCredentials, SessionSpec, SessionState, Transport
 from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.deadlines import Deadlines
 from afield.orchestrator.state import RunDirectory
@@ -57,6 +57,9 @@ class ThreadedGateway:
             transport=transport,
             run=RunDirectory(self.root / run),
         )
+
+    def open(self, session_id: str) -> SessionCredentials:
+        return self._portal.call(self._up.client.open, SessionSpec(id=session_id))
 
     def spec(self, session_id: str) -> SessionSpec:
         """Return the spec that a session was opened with."""

@@ -68,6 +68,7 @@ class FakeVllm:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/metrics", self.metrics)
+        app.router.add_get("/health", self.health)
         if self.scale_out:
             app.router.add_post("/inference/v1/generate", self.generate)
         app.router.add_post("/v1/completions", self.completions)
@@ -115,6 +116,9 @@ class FakeVllm:
         return web.json_response(
             {"vllm_config": {"lora_config": found, "device_config": {"device": self.device}}}
         )
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response()
 
     async def metrics(self, request: web.Request) -> web.Response:
         queue = "".join(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from afield.conformance.environments import python_environment
 from afield.runtimes.ray.runtime import RayRuntime
 from afield.settings.environment import Environment
 from afield.settings.runtimes import RayOptions
+from afield.utils.installations import python_environment
 from support.paths import ROOT
 
 TESTING = ("anyio", "hypothesis", "pytest", "pytest-timeout")

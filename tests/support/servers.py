@@ -7,17 +7,19 @@ had here raises Unavailable with the reason.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from afield.conformance.environments import python_environment
 from afield.errors import Unavailable
+from afield.utils.installations import python_environment
 from support.ports import free_ports
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "afield" / "real"
@@ -48,6 +50,13 @@ class Server:
         return f"{self.scheme}://127.0.0.1:{self.port}"
 
     def start(self, ready: Callable[[], bool] | None = None) -> None:
+        """Start the process and wait until it is ready.
+
+        The kernel sends the parent-death signal when the starting thread ends, so only the main thread may
+        start it.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("start servers in the main thread: they end with the thread that started them")
         died = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / "server.log").open("ab") as log:
@@ -67,6 +76,13 @@ class Server:
             self._process.kill()
             self._process.wait(20)
             self._process = None
+
+    def ensure_running(self) -> None:
+        """Start the process again if it has ended by itself, and print how it ended."""
+        if self._process is not None and (code := self._process.poll()) is not None:
+            log = (self._folder / "server.log").read_text(errors="replace")[-2000:]
+            logging.warning("%s ended with %d and is started again; its log:\n%s", self.url, code, log)
+            self.start()
 
     def _listens(self) -> bool:
         with contextlib.closing(socket.socket()) as one:
@@ -123,6 +139,6 @@ def redis_server(folder: Path) -> Iterator[Server]:
     if program is None:
         raise Unavailable("redis-server is not installed here: apt install redis-server")
     [port] = free_ports(1)
-    command = [program, "--bind", "127.0.0.1", "--port", str(port), "--dir", str(folder)]
+    command = [program, "--bind", "127.0.0.1", "127.0.0.2", "--port", str(port), "--dir", str(folder)]
     with _running(Server("redis", port, [*command, "--appendonly", "yes"], folder)) as server:
         yield server

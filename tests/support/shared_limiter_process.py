@@ -1,7 +1,7 @@
 """Process that shares a limiter with others and prints its launches, until it is killed or done.
 
-`python shared_limiter_process.py FILE RATE STARTING SECONDS HOLD_S LEASE_S` prints one JSON line at the begin
-and one at the end of each launch.
+`python shared_limiter_process.py PLACE RATE STARTING SECONDS HOLD_S LEASE_S` prints one JSON line at the
+begin and one at the end of each launch. PLACE is a file or the URL of a Redis server.
 """
 
 import asyncio
@@ -11,12 +11,18 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from afield.ratelimit import RateLimits, SharedLimiter
+from afield.ratelimit import LeasedLimiter, RateLimits, RedisLimiter, SharedLimiter
 
 
-async def main(path: Path, limits: RateLimits, seconds: float, hold_s: float, lease_s: float) -> None:
+def shared(place: str, limits: RateLimits, lease_s: float) -> LeasedLimiter:
+    if "://" in place:
+        return RedisLimiter(limits, place, lease_s=lease_s)
+    return SharedLimiter(limits, Path(place), lease_s=lease_s)
+
+
+async def main(limiter: LeasedLimiter, seconds: float, hold_s: float) -> None:
     end = time.time() + seconds
-    with closing(SharedLimiter(limits, path, lease_s=lease_s)) as limiter:
+    with closing(limiter):
 
         async def launching() -> None:
             while time.time() < end:
@@ -35,6 +41,7 @@ async def main(path: Path, limits: RateLimits, seconds: float, hold_s: float, le
 
 
 if __name__ == "__main__":
-    file, rate, starting, seconds, hold_s, lease_s = sys.argv[1:]
+    place, rate, starting, seconds, hold_s, lease_s = sys.argv[1:]
     limits = RateLimits(rate_per_s=float(rate), starting=int(starting))
-    asyncio.run(main(Path(file), limits, float(seconds), float(hold_s), float(lease_s)))
+    limiter = shared(place, limits, float(lease_s))
+    asyncio.run(main(limiter, float(seconds), float(hold_s)))

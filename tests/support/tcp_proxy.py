@@ -15,6 +15,8 @@ class TcpProxy:
     def __init__(self, target: int) -> None:
         self._target = target
         self.port = 0
+        self.refuse = False
+        """Whether new connections are reset."""
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -42,6 +44,9 @@ class TcpProxy:
             task.cancel()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.refuse:
+            writer.transport.abort()
+            return
         try:
             upstream_reader, upstream = await asyncio.open_connection("127.0.0.1", self._target)
         except OSError:

@@ -39,7 +39,7 @@ async def http(kube: FakeKube) -> AsyncIterator[aiohttp.ClientSession]:
 
 
 def a_job(session_id: str = "r.1", **options: Any) -> dict[str, Any]:
-    return job_for(KubernetesOptions(image="sleep:1", **options), "run", session_id)
+    return job_for(KubernetesOptions(image="sleep:1", **options), "run", session_id, "sleep:1")
 
 
 async def said(response: Any) -> tuple[int, Any]:
@@ -86,7 +86,7 @@ async def test_a_dry_run_makes_nothing_and_still_judges(kube: FakeKube, http: ai
     assert not kube.store.items["jobs"]
 
 
-async def test_a_watch_goes_on_where_it_was_and_tells_of_later_versions(
+async def test_a_watch_continues_where_it_was_and_tells_of_later_versions(
     kube: FakeKube, http: aiohttp.ClientSession
 ) -> None:
     _, first = await said(http.get(JOBS))
@@ -164,6 +164,6 @@ async def test_a_deadline_fails_a_job_and_takes_its_pod(kube: FakeKube, http: ai
     await until(lambda: not kube.store.items["jobs"])  # its time to live
 
 
-async def test_nobody_is_let_in_without_a_token(kube: FakeKube) -> None:
+async def test_request_without_a_token_gets_401(kube: FakeKube) -> None:
     async with aiohttp.ClientSession(kube.url) as stranger:
         assert (await said(stranger.get(JOBS)))[0] == 401

@@ -109,7 +109,7 @@ def test_work_in_a_thread_can_take_simulated_time() -> None:
     assert run(main()) == [4, 8, 10, 12]
 
 
-def test_what_a_thread_raises_reaches_whoever_waits_for_it() -> None:
+def test_exception_of_a_thread_is_raised_where_it_is_awaited() -> None:
     def work() -> None:
         raise ValueError("not today")
 

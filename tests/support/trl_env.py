@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from afield.conformance.environments import python_environment
 from afield.conformance.pins import TRL
 from afield.settings.environment import Environment
+from afield.utils.installations import python_environment
 from support.paths import ROOT
 
 

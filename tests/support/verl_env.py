@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from afield.conformance.environments import python_environment
 from afield.conformance.pins import VERL
 from afield.errors import Unavailable
 from afield.settings.environment import Environment
+from afield.utils.installations import python_environment
 from support.paths import ROOT
 
 SOURCES = (ROOT / "src", ROOT / "tests", ROOT / "tests" / "verl_cpu")

@@ -5,16 +5,18 @@ The toolkit names its object by the session that AgentCore tells it, which is no
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
+from msgspec import structs
 
 from afield import wire
 from afield.interfaces.transport import PendingAttempt
 from afield.transports.stores.memory import MemoryNotifier
 from afield.transports.stores.s3 import S3CollectorStore
 from afield.transports.transport import StoreTransport
-from afield.types import Attempt, Rollout, Task
+from afield.types import Attempt, FailureKind, Rollout, Task
 from afield.wire import OutcomeRecord
 from support.small_s3 import SmallS3, small_s3
 
@@ -84,3 +86,18 @@ async def test_no_key_is_asked_for_that_a_store_would_refuse(s3: SmallS3, task: 
         assert await transport.commit_result(waiting(task=task)) is None
     folders = {key.rpartition("/")[0] for operation, key in s3.asked if operation == "GetObject"}
     assert folders == {"exp/commits", wire.data_key("exp", task, "r.1").rpartition("/")[0]}
+
+
+async def test_a_result_without_a_reward_waits_for_the_callers(s3: SmallS3) -> None:
+    result = {"status_code": 200, "stop_reason": "end_turn", "answer": "12", "payload": {"q": 1}}
+    for n in (1, 2):
+        s3.objects[f"exp/plain/{name(n)}.json"] = json.dumps(result).encode()
+    async with on(s3) as transport:
+        late = structs.replace(waiting(1, "plain"), reward_from="caller")
+        found = await transport.commit_result(late)
+        assert isinstance(found, OutcomeRecord)
+        assert found.outcome.reward_pending and found.outcome.failure is None
+        assert found.extra == {"answer": "12"}
+        strict = await transport.commit_result(waiting(2, "plain"))
+        assert isinstance(strict, OutcomeRecord)
+        assert strict.outcome.failure and strict.outcome.failure.kind is FailureKind.VERIFIER

@@ -97,7 +97,7 @@ async def under_calls(gateway: GatewayInfo, weights: dict[str, Any]) -> dict[str
 
 def main() -> None:
     model = sys.argv[1]
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     keeper = GatewayActor.options(name=actor_name()).remote(GatewayOptions(folder="gateway"), model)
     ray.get(keeper.gateway.remote())
     gateway = gateway_info()

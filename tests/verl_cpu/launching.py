@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ PR_SET_PDEATHSIG = 1
 SCRIPT = ROOT / "examples" / "verl" / "run.sh"
 BRANCHING = ROOT / "tests" / "verl_cpu" / "branching_agent.py"
 MODULES = "verl_on_cpu,afield.integrations.verl.plugin"
+PAGE = ROOT / "docs" / "how-to" / "verl.md"
 # What a machine without GPUs needs, and nothing of the algorithm.
 CPU = (
     *("trainer.device=cpu", "trainer.resume_mode=disable", "trainer.val_before_train=False"),
@@ -36,6 +39,16 @@ CPU = (
     "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32",
 )
 
+# Beside `CPU`, for configurations of real GPUs: their number, and what needs their kernels.
+ONE_DEVICE = (
+    *(
+        "trainer.nnodes=1",
+        "trainer.n_gpus_per_node=1",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    ),
+    *("actor_rollout_ref.actor.ulysses_sequence_parallel_size=1", "actor_rollout_ref.rollout.dtype=float32"),
+)
+
 
 def write_tasks(python: Path, folder: Path, number: int, seed: int = 0) -> None:
     """`train.parquet` with the demo's tasks, by the converter a user has."""
@@ -45,13 +58,29 @@ def write_tasks(python: Path, folder: Path, number: int, seed: int = 0) -> None:
     subprocess.run(command, cwd=folder, env=verl_environment(), check=True, capture_output=True)
 
 
+def page_commands() -> list[list[str]]:
+    """Commands of the page on veRL that start Python, word by word."""
+    text = "".join(re.findall(r"^```(?:bash|console)\n(.*?)^```", PAGE.read_text(), re.M | re.S))
+    lines = re.sub(r"\\\n\s*", "", text).splitlines()
+    return [shlex.split(line.removeprefix("$ ")) for line in lines if "python -m " in line]
+
+
+def page_command(name: str) -> list[str]:
+    """The page's command that trains with a configuration."""
+    [found] = [words for words in page_commands() if "--config-name" in words and name in words]
+    return found
+
+
 def command(mode: str, name: str, steps: int, more: Iterable[str]) -> list[str]:
-    told = (
+    return [str(SCRIPT), mode, *CPU, *named(name, steps), *more]
+
+
+def named(name: str, steps: int) -> tuple[str, ...]:
+    return (
         f"trainer.total_training_steps={steps}",
         f"trainer.experiment_name={name}",
         "trainer.project_name=on",
     )
-    return [str(SCRIPT), mode, *CPU, *told, *more]
 
 
 def environment(python: Path) -> dict[str, str]:
@@ -67,11 +96,18 @@ def environment(python: Path) -> dict[str, str]:
 def train(
     python: Path, folder: Path, mode: str, name: str, steps: int, *more: str, timeout_s: float
 ) -> list[dict[str, Any]]:
-    """Run to the end; what veRL logged, step by step."""
+    """Run the example's script to the end; what veRL logged, step by step."""
+    return run(python, folder, command(mode, name, steps, more), name, timeout_s=timeout_s)
+
+
+def run(
+    python: Path, folder: Path, words: Sequence[str], name: str, *, timeout_s: float
+) -> list[dict[str, Any]]:
+    """Run a command that trains to the end; what veRL logged, step by step."""
     log = folder / f"{name}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command(mode, name, steps, more),
+            words,
             cwd=folder,
             env=environment(python),
             stdout=output,

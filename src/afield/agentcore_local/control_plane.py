@@ -165,7 +165,7 @@ class LocalAgentRuntime:
         endpoint = self.endpoint(name)
         if name == DEFAULT:
             raise ServiceError(
-                "ConflictException", "DEFAULT follows the newest version and cannot be pointed"
+                "ConflictException", "endpoint DEFAULT always has the newest version; update another"
             )
         endpoint.point(self._ready(options.agent_runtime_version or endpoint.target).number)
         endpoint.description = options.description or endpoint.description
@@ -199,7 +199,7 @@ class LocalAgentRuntime:
         }
 
     def endpoint_view(self, endpoint: RuntimeEndpoint) -> dict[str, object]:
-        shown: dict[str, object] = {
+        view: dict[str, object] = {
             "name": endpoint.name,
             "id": endpoint.id,
             "targetVersion": endpoint.target,
@@ -210,10 +210,10 @@ class LocalAgentRuntime:
             "lastUpdatedAt": endpoint.updated,
         }
         if endpoint.live:
-            shown["liveVersion"] = endpoint.live
+            view["liveVersion"] = endpoint.live
         if endpoint.description:
-            shown["description"] = endpoint.description
-        return shown
+            view["description"] = endpoint.description
+        return view
 
 
 PAGE = 100
@@ -235,7 +235,7 @@ class Account(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not 0 <= self.ready_s < math.inf:
-            raise ValueError(f"ready_s = {self.ready_s:g} must not be negative, and finite")
+            raise ValueError(f"ready_s = {self.ready_s:g} must be finite and at least 0")
         if not re.match(r"^[0-9]{12}$", self.account):
             raise ValueError(f"account {self.account!r} must have 12 digits")
         if not re.match(r"^[a-z0-9-]+$", self.region):
@@ -295,16 +295,16 @@ class ControlPlane:
         return 202, self._made(runtime)
 
     def _once(self, what: str, token: str | None, body: bytes, do: Callable[[], Reply]) -> Reply:
-        asked = msgspec.json.decode(body or b"{}")
-        if (known := self._tokens.get((what, token or ""))) is None:
+        parsed = msgspec.json.decode(body or b"{}")
+        if (previous := self._tokens.get((what, token or ""))) is None:
             reply = do()
             if token:
-                self._tokens[what, token] = asked, reply
+                self._tokens[what, token] = parsed, reply
             return reply
-        if known[0] != asked:
+        if previous[0] != parsed:
             message = "this client token came with another request before"
             raise ServiceError("ValidationException", message, reason="IdempotentParameterMismatchException")
-        return known[1]
+        return previous[1]
 
     def update(self, runtime_id: str, body: bytes) -> Reply:
         runtime = self.find(runtime_id)
@@ -322,15 +322,18 @@ class ControlPlane:
 
     def get(self, runtime_id: str, version: str | None) -> Reply:
         runtime = self.find(runtime_id)
-        shown = runtime.version(version) if version else runtime.newest
-        settings = msgspec.to_builtins(shown.settings)
+        selected = runtime.version(version) if version else runtime.newest
+        settings = msgspec.to_builtins(selected.settings)
         hidden = ("agentRuntimeName", "clientToken", "tags")
         view = {name: value for name, value in settings.items() if name not in hidden}
-        view |= runtime.summary(shown) | self._identity(runtime)
-        view |= {"createdAt": runtime.created, "networkConfiguration": shown.settings.network_configuration}
-        view |= {"lifecycleConfiguration": shown.settings.lifecycle_configuration}
-        if shown.failure:
-            view["failureReason"] = shown.failure
+        view |= runtime.summary(selected) | self._identity(runtime)
+        view |= {
+            "createdAt": runtime.created,
+            "networkConfiguration": selected.settings.network_configuration,
+        }
+        view |= {"lifecycleConfiguration": selected.settings.lifecycle_configuration}
+        if selected.failure:
+            view["failureReason"] = selected.failure
         if not view["description"]:
             del view["description"]
         return 200, view
@@ -384,7 +387,9 @@ class ControlPlane:
     async def _forget(self, runtime: LocalAgentRuntime) -> None:
         await asyncio.sleep(self._account.ready_s)
         self._runtimes.pop(runtime.id, None)
-        of_it = [key for key, (_, told) in self._tokens.items() if told[1]["agentRuntimeArn"] == runtime.arn]
+        of_it = [
+            key for key, (_, reply) in self._tokens.items() if reply[1]["agentRuntimeArn"] == runtime.arn
+        ]
         for key in of_it:
             del self._tokens[key]
 
@@ -462,7 +467,7 @@ def _page(name: str, rows: Sequence[dict[str, object]], query: Mapping[str, str]
     except ValueError as error:
         raise invalid("nextToken", str(error)) from error
     if start < 0:
-        raise invalid("nextToken", f"{start} is none that this server gave")
+        raise invalid("nextToken", f"{start} is not a token that this server returned")
     if not 1 <= size <= PAGE:
         raise invalid("maxResults", f"{size} must be from 1 to {PAGE}")
     page: dict[str, Any] = {name: rows[start : start + size]}

@@ -166,9 +166,9 @@ class DataPlane:
 
 def _passed(request: ApiRequest, allowed: RequestHeaders | None) -> dict[str, str]:
     more = {name.lower() for name in allowed.request_header_allowlist} if allowed else set()
-    known = PASSED | more
+    names = PASSED | more
     return {
-        name: value for name, value in request.headers.items() if name in known or name.startswith(CUSTOM)
+        name: value for name, value in request.headers.items() if name in names or name.startswith(CUSTOM)
     }
 
 
@@ -205,14 +205,14 @@ async def _events(host: ProgramHost, options: CommandRequest) -> AsyncGenerator[
     yield http.event_frame("chunk", {"contentStart": {}})
     try:
         async with aclosing(host.run(options.command, options.timeout)) as output:
-            async for one in output:
-                yield http.event_frame("chunk", _chunk(one))
+            async for event in output:
+                yield http.event_frame("chunk", _chunk(event))
     except HostError as error:
         yield http.exception_frame("runtimeClientError", {"message": str(error)})
 
 
-def _chunk(said: CommandOutput | CommandExit) -> dict[str, object]:
-    if isinstance(said, CommandOutput):
-        return {"contentDelta": {said.channel: said.text}}
-    status = "TIMED_OUT" if said.timed_out else "COMPLETED"
-    return {"contentStop": {"exitCode": said.exit_code, "status": status}}
+def _chunk(event: CommandOutput | CommandExit) -> dict[str, object]:
+    if isinstance(event, CommandOutput):
+        return {"contentDelta": {event.channel: event.text}}
+    status = "TIMED_OUT" if event.timed_out else "COMPLETED"
+    return {"contentStop": {"exitCode": event.exit_code, "status": status}}

@@ -54,11 +54,11 @@ class ServiceError(Exception):
         return STATUS[self.kind]
 
     def body(self) -> dict[str, object]:
-        said: dict[str, object] = {"message": str(self)}
+        body: dict[str, object] = {"message": str(self)}
         if self.kind == "ValidationException":
-            said["reason"] = self._reason
-            said["fieldList"] = [{"name": name, "message": message} for name, message in self._fields]
-        return said
+            body["reason"] = self._reason
+            body["fieldList"] = [{"name": name, "message": message} for name, message in self._fields]
+        return body
 
 
 def invalid(field: str, message: str) -> ServiceError:

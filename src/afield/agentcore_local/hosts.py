@@ -30,9 +30,9 @@ from afield.errors import AfieldError, InfrastructureFailure
 from afield.local_sandbox.fork_server import ForkServer
 from afield.local_sandbox.messages import Program
 from afield.local_sandbox.process import SandboxProcess
-from afield.process_tree import signal_group
 from afield.settings.runtimes import ResourceLimits
 from afield.types import Reason
+from afield.utils.process_tree import signal_group
 
 PIECE = 16 * 1024
 WATCHER_S = 3.0
@@ -167,8 +167,8 @@ def _command(image: AgentImage, listener: socket.socket) -> list[str]:
     program = [sys.executable, "-u", "-m", "afield.agentcore_local.program"]
     if image.argv:
         return [*program, "--command", *image.argv]
-    kind, what = ("--target", image.target) if image.target else ("--script", image.script)
-    return [*program, "--listener", str(listener.fileno()), kind, what]
+    kind, program_path = ("--target", image.target) if image.target else ("--script", image.script)
+    return [*program, "--listener", str(listener.fileno()), kind, program_path]
 
 
 class ProcessHost:

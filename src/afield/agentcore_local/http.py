@@ -70,8 +70,8 @@ class ApiRequest:
             if received > MAX_READ:
                 break
         if max(size, received) > MAX_BODY:
-            told = f"has {max(size, received)} bytes, {MAX_BODY} are allowed; put large inputs into a store"
-            raise invalid("payload", f"{told} and send their address")
+            problem = f"has {max(size, received)} bytes, {MAX_BODY} are allowed"
+            raise invalid("payload", f"{problem}; put large inputs into a store and send their address")
         return b"".join(parts)
 
     async def answer(self, status: int, value: object, headers: Headers = ()) -> None:
@@ -165,8 +165,8 @@ async def ask(
         lines += [f"content-length: {len(body)}", "", ""]
         writer.write("\r\n".join(lines).encode("latin-1") + body)
         await writer.drain()
-        status, found = _head((await reader.readuntil(b"\r\n\r\n")).decode("latin-1"))
-        yield Reply(status, found, reader)
+        status, reply_headers = _head((await reader.readuntil(b"\r\n\r\n")).decode("latin-1"))
+        yield Reply(status, reply_headers, reader)
     finally:
         writer.close()
 

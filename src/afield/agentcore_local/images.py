@@ -84,12 +84,12 @@ def image_of(artifact: Artifact, images: Mapping[str, AgentImage], code_root: Pa
     assert artifact.container_configuration is not None
     uri = artifact.container_configuration.container_uri
     field = "agentRuntimeArtifact.containerConfiguration.containerUri"
-    found = ECR.match(uri)
-    if found is None and uri not in images:
+    match = ECR.match(uri)
+    if match is None and uri not in images:
         raise invalid(
             field, f"{uri!r} is neither an ECR image URI nor a --image of this server: {_names(images)}"
         )
-    repository, tag = (found[5], found[6] or "latest") if found else (uri, "")
+    repository, tag = (match[5], match[6] or "latest") if match else (uri, "")
     for name in (uri, f"{repository}:{tag}", repository):
         if name in images:
             return images[name]

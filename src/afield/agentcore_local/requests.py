@@ -271,7 +271,7 @@ def check(settings: RuntimeSettings, body: bytes) -> None:
     _check_modelled(msgspec.json.decode(body))
 
 
-def _check_modelled(given: dict[str, Any]) -> None:
+def _check_modelled(fields: dict[str, Any]) -> None:
     for name, what in UNMODELLED.items():
-        if given.get(name):
+        if fields.get(name):
             raise invalid(name, f"this local server does not model {what}; leave it out")

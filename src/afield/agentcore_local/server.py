@@ -37,9 +37,9 @@ from afield.agentcore_local.images import AgentImage
 from afield.agentcore_local.quotas import CallCounts, Quotas
 from afield.agentcore_local.requests import read
 from afield.agentcore_local.sessions import LocalSessions, Timings
-from afield.asgi_server import AsgiServer, server_config, serving
 from afield.sdk.listen import listen
 from afield.settings.runtimes import ResourceLimits
+from afield.utils.asgi_server import AsgiServer, server_config, serving
 
 ALGORITHM = "AWS4-HMAC-SHA256"
 LATE_S = 900.0
@@ -101,20 +101,20 @@ def is_log_request(request: ApiRequest) -> bool:
 
 async def answer_logs(request: ApiRequest, folder: Path) -> None:
     options: dict[str, Any] = read(await request.body(), dict[str, Any])
-    found = STREAM.match(str(options.get("logStreamNamePrefix", "")))
-    if found is None or options.get("filterPattern"):
+    match = STREAM.match(str(options.get("logStreamNamePrefix", "")))
+    if match is None or options.get("filterPattern"):
         raise invalid(
             "logStreamNamePrefix", "this local server finds logs by YYYY/MM/DD/[runtime-logs-SESSION] only"
         )
-    events = [event for path in _log_files(folder, found[1]) for event in _log_events(path, found[0])]
+    events = [event for path in _log_files(folder, match[1]) for event in _log_events(path, match[0])]
     await request.answer(200, {"events": events, "searchedLogStreams": []})
 
 
 def _log_files(folder: Path, session_id: str) -> list[Path]:
     """Log of each start of the session, oldest first."""
     number = re.compile(rf"^{re.escape(session_id)}-(\d+)\.log$")
-    found = ((number.match(path.name), path) for path in folder.iterdir())
-    return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
+    matches = ((number.match(path.name), path) for path in folder.iterdir())
+    return [path for _, path in sorted((int(match[1]), path) for match, path in matches if match)]
 
 
 def _log_events(path: Path, stream: str) -> list[dict[str, object]]:
@@ -190,8 +190,8 @@ class LocalAgentCoreApp:
     async def _check_signed(self, request: ApiRequest) -> None:
         if self._secret_key:
             body = await request.body()
-            asked = request.method, request.path, request.query_string, request.headers, body
-            if problem := signature_problem(self._secret_key, *asked):
+            signed_parts = request.method, request.path, request.query_string, request.headers, body
+            if problem := signature_problem(self._secret_key, *signed_parts):
                 raise ServiceError("AccessDeniedException", problem)
         elif self._signed and not request.headers.get("authorization", "").startswith(SIGNED):
             raise ServiceError(

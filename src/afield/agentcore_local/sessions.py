@@ -27,7 +27,7 @@ from afield.agentcore_local.http import BROKEN, ask
 from afield.agentcore_local.images import AgentImage
 from afield.agentcore_local.quotas import CallCounts, Quotas, TokenBucket
 from afield.agentcore_local.requests import Lifecycle
-from afield.log_tail import tail
+from afield.utils.log_tail import tail
 
 PING_S = 5.0
 TAIL_BYTES = 4_000
@@ -55,7 +55,7 @@ class Timings(Struct, frozen=True, kw_only=True):
         for name in self.__struct_fields__:
             value, least = getattr(self, name), 0.0 if name == "cold_start_s" else 1e-3
             if not least <= value < math.inf:
-                raise ValueError(f"{name} = {value:g} must be at least {least:g}, and finite")
+                raise ValueError(f"{name} = {value:g} must be finite and at least {least:g}")
 
 
 class HostedSession(Struct, frozen=True, kw_only=True):
@@ -231,8 +231,8 @@ class LocalSessions:
         except HostError as error:
             return ServiceError("RuntimeClientError", f"the program cannot be started: {error}")
         except TimeoutError:
-            said = tail(session.host.log, TAIL_BYTES) if session.host else ""
-            message = f"Runtime initialization time exceeded: no /ping within {pace.init_s:g} s. {said}"
+            log = tail(session.host.log, TAIL_BYTES) if session.host else ""
+            message = f"Runtime initialization time exceeded: no /ping within {pace.init_s:g} s. {log}"
             return ServiceError("RuntimeClientError", message.strip())
         except OSError as error:  # local problem, such as too many open files; other sessions continue
             return ServiceError("InternalServerException", f"the session cannot be started: {error}")

@@ -1,5 +1,6 @@
 """Chat templates and tokenizers: messages to token ids and back; see `ChatTokenizer.load`."""
 
+from afield.chat.model_files import ModelIdentity, identify
 from afield.chat.parsers.base import Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
 from afield.chat.parsers.reply import ReplyParser
 from afield.chat.profile import TemplateProfile
@@ -9,6 +10,7 @@ from afield.chat.tokenizer import ChatTokenizer
 __all__ = [
     "ChatTokenizer",
     "Event",
+    "ModelIdentity",
     "ReasoningDelta",
     "ReplyParser",
     "TemplateProfile",
@@ -18,4 +20,5 @@ __all__ = [
     "ToolArguments",
     "ToolEnd",
     "ToolStart",
+    "identify",
 ]

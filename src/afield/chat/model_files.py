@@ -7,7 +7,9 @@ name.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,36 @@ from afield.chat.vocabulary import Vocabulary
 from afield.errors import UsageError
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""Shape of a model's name on the Hugging Face hub."""
 _IMAGE = ("image_token_id", "image_token_index")
+_SHAPE = (
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "vocab_size"),
+)
+_CHUNK, _CHUNKS = 4096, 64
+"""Bytes and number of the parts of a weight file that its digest reads."""
+
+
+class ModelIdentity(Struct, frozen=True, kw_only=True):
+    """Digests that tell two models apart; empty where the directory lacks the files."""
+
+    name: str
+    """Name of the model's directory."""
+    tokenizer: str = ""
+    """Digest of the vocabulary and the chat template."""
+    architecture: str = ""
+    """Digest of the sizes in config.json."""
+    weights: str = ""
+    """Digest of parts of the weight files."""
+
+    def difference(self, other: ModelIdentity) -> str:
+        """First of tokenizer, architecture and weights that both know and that differs; empty if none."""
+        for part in ("tokenizer", "architecture", "weights"):
+            mine, theirs = getattr(self, part), getattr(other, part)
+            if mine and theirs and mine != theirs:
+                return part
+        return ""
 
 
 class ModelFiles(Struct, frozen=True):
@@ -38,10 +69,19 @@ class ModelFiles(Struct, frozen=True):
     """Placeholder id of an image in a prompt; None if config.json has none."""
 
 
+def missing_model(model_dir: Path) -> UsageError:
+    """Error for a path that is no directory; names the download if it may be a name on the hub."""
+    message = f"{model_dir} is not a directory; give the path of a model directory"
+    name = "/".join(model_dir.parts[-2:])
+    if HUB_NAME.fullmatch(name) and not model_dir.parent.exists():
+        message += f"; to fetch {name} from the Hugging Face hub: hf download {name} --local-dir {model_dir}"
+    return UsageError(message)
+
+
 def read(model_dir: Path) -> ModelFiles:
     """Read a model directory; raises UsageError if a file is missing or invalid."""
     if not model_dir.is_dir():
-        raise UsageError(f"{model_dir} is not a directory; give the path of a model directory")
+        raise missing_model(model_dir)
     path = model_dir / "tokenizer.json"
     if not path.is_file():
         raise UsageError(f"{model_dir} has no tokenizer.json; save the tokenizer there (save_pretrained)")
@@ -59,6 +99,36 @@ def read(model_dir: Path) -> ModelFiles:
         _of(config, "vocab_size") or vocab.size,
         next((i for name in _IMAGE if isinstance(i := config.get(name), int)), None),
     )
+
+
+def identify(model_dir: Path) -> ModelIdentity:
+    """Identity of a model directory; reads at most a few hundred kilobytes of each weight file."""
+    files = read(model_dir)
+    config = _read_json(model_dir / "config.json")
+    sizes = {name: value for name in _SHAPE if (value := _of(config, name)) is not None}
+    return ModelIdentity(
+        name=model_dir.resolve().name,
+        tokenizer=_digest(files.vocab.hash, json.dumps(files.sources, sort_keys=True)),
+        architecture=_digest(json.dumps(sizes, sort_keys=True)) if sizes else "",
+        weights=_weights_digest(sorted(model_dir.glob("model*.safetensors"))),
+    )
+
+
+def _weights_digest(files: list[Path]) -> str:
+    parts: list[str | bytes] = []
+    for path in files:
+        size = path.stat().st_size
+        parts.append(f"{path.name} {size}")
+        with path.open("rb") as file:
+            for offset in sorted({max(0, size - _CHUNK), *(size * n // _CHUNKS for n in range(_CHUNKS))}):
+                file.seek(offset)
+                parts.append(file.read(_CHUNK))
+    return _digest(*parts) if parts else ""
+
+
+def _digest(*parts: str | bytes) -> str:
+    data = b"\0".join(part.encode() if isinstance(part, str) else part for part in parts)
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

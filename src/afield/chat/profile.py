@@ -95,7 +95,7 @@ def profile_template(
     profile = TemplateProfile(
         template_hash=template.hash,
         tokenizer_hash=vocab.hash,
-        end_of_turn=ends.said.text if ends.said else None,
+        end_of_turn=ends.text.text if ends.text else None,
         end_of_call=ends.called.text if ends.called else None,
         appends={pattern: "append" if passed[pattern] else None for pattern in PATTERNS},
         truncated=any(passed.values()) and all(check.truncated for check in checks if passed[check.pattern]),

@@ -70,8 +70,8 @@ def grammar(
     if form.harmony:
         body = _harmony(output, calls, forced=forced, thinks=thinks, budget=budget)
     else:
-        rest = _body(form, output, calls, forced=forced, several=several)
-        body = sequence(*_thoughts(form, thinks=thinks, budget=budget), rest)
+        reply = _body(form, output, calls, forced=forced, several=several)
+        body = sequence(*_thoughts(form, thinks=thinks, budget=budget), reply)
     return json.dumps({"type": "structural_tag", "format": body}, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -150,10 +150,10 @@ def _thoughts(form: ReplyForm, *, thinks: bool, budget: int | None) -> list[Elem
     tags = form.reasoning
     if tags is None:
         return []
-    rest = [text(tags.closing, limit=budget), spelled(tags.closing), regex(r"\n{0,2}")]
+    closed_thought = [text(tags.closing, limit=budget), spelled(tags.closing), regex(r"\n{0,2}")]
     if form.opened:
-        return rest
-    return [maybe(sequence(spelled(tags.opening), *rest))] if thinks and budget != 0 else []
+        return closed_thought
+    return [maybe(sequence(spelled(tags.opening), *closed_thought))] if thinks and budget != 0 else []
 
 
 # --- text and calls ------------------------------------------------------------------------------
@@ -181,9 +181,9 @@ def _body(
 def _section(tool_format: ToolFormat, calls: Sequence[CallSpec], *, several: bool) -> Element:
     """Section of one call, or of one or more if `several`."""
     spelling = SPELLINGS[tool_format.name]
-    one = either([spelling.call(call) for call in calls])
-    more = repeated(sequence(*_of(spelling.between), one)) if several else None
-    return sequence(*_of(spelling.begin), one, more, *_of(spelling.end))
+    first_call = either([spelling.call(call) for call in calls])
+    more = repeated(sequence(*_of(spelling.between), first_call)) if several else None
+    return sequence(*_of(spelling.begin), first_call, more, *_of(spelling.end))
 
 
 def _of(literal: str) -> list[Element]:
@@ -253,8 +253,8 @@ def _tagged(before: str, named: str, parameter: _Parameter, after: str):
         required = set(schema.get("required", ()))
         for name, property_schema in schema.get("properties", {}).items():
             value = _plain(_with_definitions(property_schema, schema), parameter)
-            one = spelled(f"{parameter.before}{name}{parameter.named}", value, parameter.after)
-            yield one if name in required else maybe(one)
+            parameter_text = spelled(f"{parameter.before}{name}{parameter.named}", value, parameter.after)
+            yield parameter_text if name in required else maybe(parameter_text)
 
     def call(spec: CallSpec) -> Element:
         schemas = [schema for schema in object_schemas(spec.schema) if "enum" not in schema]

@@ -99,45 +99,45 @@ class ChatTemplate:
 
     def under(self, escape: str, *, strict: bool = False) -> ChatTemplate:
         """Copy with another escape policy, and with or without `strict` rules."""
-        other = copy(self)
-        other._escape = policy(escape, self._literals, self._fixed)
-        other._known_tools = {}
-        other._strict = strict
-        return other
+        changed = copy(self)
+        changed._escape = policy(escape, self._literals, self._fixed)
+        changed._known_tools = {}
+        changed._strict = strict
+        return changed
 
     def with_rules(self, rules: Iterable[str], *, last_resort: bool = False) -> ChatTemplate:
         """Copy that applies these message rules.
 
         With `last_resort`, `render_any` tries the other rules on a conversation that is still refused.
         """
-        other = copy(self)
-        other.rules = frozenset(rules)
-        other._last_resort = LAST_RESORT if last_resort else frozenset()
-        return other
+        changed = copy(self)
+        changed.rules = frozenset(rules)
+        changed._last_resort = LAST_RESORT if last_resort else frozenset()
+        return changed
 
     def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:
         """Copy with additional template variables."""
-        other = copy(self)
-        other._variables = {**self._variables, **variables}
-        return other
+        changed = copy(self)
+        changed._variables = {**self._variables, **variables}
+        return changed
 
     def without_variables(self, names: Collection[str]) -> ChatTemplate:
         """Copy without these template variables."""
-        other = copy(self)
-        other._variables = {name: value for name, value in self._variables.items() if name not in names}
-        return other
+        changed = copy(self)
+        changed._variables = {name: value for name, value in self._variables.items() if name not in names}
+        return changed
 
     def with_text_arguments(self) -> ChatTemplate:
         """Copy for a template that accepts call arguments only as text, not as an object."""
-        other = copy(self)
-        other._text_arguments = True
-        return other
+        changed = copy(self)
+        changed._text_arguments = True
+        return changed
 
     def with_content_parts(self) -> ChatTemplate:
         """Copy for a template that accepts message content only as a list of parts."""
-        other = copy(self)
-        other._content_parts = True
-        return other
+        changed = copy(self)
+        changed._content_parts = True
+        return changed
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], *, generation: bool) -> str:
         """Render to escaped text; with `generation` it ends with the generation prompt."""
@@ -176,8 +176,8 @@ class ChatTemplate:
         folded = fold(messages, tools, rules, begins=begins, generation=generation)
         if self._strict and (changes := [rule for rule in folded.applied if rule != SAME_ROLE]):
             raise TemplateRefusal(
-                f"the model's chat template takes these messages (roles: {_roles(messages)}) only by the"
-                f" rules {', '.join(changes)}, and this session is strict; open it with render 'fold'"
+                f"the model's chat template takes these messages (roles: {_roles(messages)}) only after the"
+                f" changes {', '.join(changes)}, which render = 'strict' forbids; use render = 'fold'"
             )
         return folded
 
@@ -234,8 +234,8 @@ class ChatTemplate:
             return convert(value)
         except Spelled as spelled:
             raise TemplateRefusal(
-                f"{what} spells the control token {spelled.literal!r}, which this session refuses;"
-                " remove it, or open the session with the policy 'escape'"
+                f"{what} contains the control token {spelled.literal!r}, which escape = 'reject' refuses;"
+                " remove it, or open the session with escape = 'escape'"
             ) from spelled
 
     def _message(self, message: Message) -> dict[str, Any]:
@@ -257,12 +257,12 @@ class ChatTemplate:
         if message.images and not self.takes_images:
             raise TemplateRefusal("the model's chat template has no place for images; send text")
         parts: list[dict[str, str]] = []
-        done = 0
+        position = 0
         for image in message.images:
-            parts += self._text_part(message.content[done : image.offset])
+            parts += self._text_part(message.content[position : image.offset])
             parts.append({"type": "image"})
-            done = image.offset
-        parts += self._text_part(message.content[done:])
+            position = image.offset
+        parts += self._text_part(message.content[position:])
         return parts or [{"type": "text", "text": ""}]
 
     def _text_part(self, text: str) -> list[dict[str, str]]:

@@ -74,15 +74,13 @@ def _format_of(template: ChatTemplate, ids: str, count: int) -> str | None:
     text = text.replace(BREAK, "")
     tail = text[text.index(QUESTION.content) + len(QUESTION.content) :]
     if speaks_harmony(template):
-        reader = HarmonyReader(tools=True, hold_calls=True)
+        reader = HarmonyReader(tools=True)
         return HARMONY if _parse_calls(reader, tail) == expected else None
     return next((f.name for f in FORMATS if _parse_calls(_reader(f), _begin(f, tail)) == expected), None)
 
 
 def _reader(tool_format: ToolFormat) -> Reader:
-    return ReplyReader(
-        reasoning=None, thinking=False, tool_format=tool_format, hold_calls=True, tools=(TOOL,)
-    )
+    return ReplyReader(reasoning=None, thinking=False, tool_format=tool_format, tools=(TOOL,))
 
 
 def _begin(tool_format: ToolFormat, tail: str) -> str:
@@ -150,10 +148,12 @@ def call_ids(template: ChatTemplate) -> str:
     `free`: not at all; `rendered`: unchanged; `nine`: only ids of nine letters or digits.
     """
     template = template.with_rules(template.rules - {"call-ids"})
-    ours, nine, other = (_with_ids(template, ids) for ids in ("call_{n}_abcd", "call0000{n}", "cccc0000{n}"))
-    if nine is None or nine == other:
+    own_ids, nine_letters, other_nine_letters = (
+        _with_ids(template, ids) for ids in ("call_{n}_abcd", "call0000{n}", "cccc0000{n}")
+    )
+    if nine_letters is None or nine_letters == other_nine_letters:
         return "free"
-    return "nine" if ours is None else "rendered"
+    return "nine" if own_ids is None else "rendered"
 
 
 def _with_ids(template: ChatTemplate, ids: str) -> str | None:
@@ -235,9 +235,9 @@ def as_taken(template: ChatTemplate) -> ChatTemplate:
         if QUESTION.content in (rendered(parts, [QUESTION]) or ""):
             template = parts
     turn = Message(role="assistant", tool_calls=(call("call00001", ARGUMENTS),))
-    other = template.with_text_arguments()
+    with_text = template.with_text_arguments()
     refused = rendered(template, [QUESTION, turn]) is None
-    return other if refused and rendered(other, [QUESTION, turn]) is not None else template
+    return with_text if refused and rendered(with_text, [QUESTION, turn]) is not None else template
 
 
 def unchanged(template: ChatTemplate) -> ChatTemplate:

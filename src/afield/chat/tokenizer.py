@@ -25,7 +25,7 @@ from typing import Any
 
 from afield.chat import model_files
 from afield.chat.escape import POLICIES, Spelled, policy
-from afield.chat.model_files import ModelFiles
+from afield.chat.model_files import ModelFiles, ModelIdentity, identify
 from afield.chat.parsers.formats import FORMATS, HARMONY, REASONING
 from afield.chat.parsers.harmony import MARKERS, HarmonyReader
 from afield.chat.parsers.reply import Reader, ReplyParser, ReplyReader, Spellings
@@ -57,8 +57,10 @@ class ChatTokenizer:
         template: ChatTemplate,
         arguments: Mapping[str, Any],
         profile: TemplateProfile,
+        directory: Path,
     ) -> None:
         self.name = name
+        self._directory = directory
         self.vocab_size = files.vocab_size
         self.longest_token = files.vocab.longest
         self.profile = profile
@@ -130,6 +132,7 @@ class ChatTokenizer:
                 template=template.with_rules(profile.rules, last_resort=rules),
                 arguments=template_arguments,
                 profile=profile,
+                directory=model_dir,
             )
             tokenizer._make = make
             return tokenizer
@@ -140,6 +143,11 @@ class ChatTokenizer:
     def arguments(self) -> Mapping[str, Any]:
         """Arguments of the chat template besides the conversation."""
         return self._arguments
+
+    @cached_property
+    def identity(self) -> ModelIdentity:
+        """Digests of the model directory, as it is when they are first asked for."""
+        return identify(self._directory)
 
     @cached_property
     def switches(self) -> Switches:
@@ -186,11 +194,11 @@ class ChatTokenizer:
         ):
             if value not in choices:
                 raise UsageError(f"unknown {setting} policy {value!r}; choose one of: {', '.join(choices)}")
-        other = copy(self)
-        other.thinking, other.escape, other.render_policy = policies
-        other._template = self._template.under(escape, strict=render == "strict")
-        other._escape = policy(escape, self._vocab.control)
-        return self._others.setdefault(policies, other)
+        changed = copy(self)
+        changed.thinking, changed.escape, changed.render_policy = policies
+        changed._template = self._template.under(escape, strict=render == "strict")
+        changed._escape = policy(escape, self._vocab.control)
+        return self._others.setdefault(policies, changed)
 
     def root_key(self, tools: Sequence[Tool]) -> str:
         """Key of prompts that may share a root: same tokenizer, template, arguments, tools and policies."""
@@ -298,18 +306,14 @@ class ChatTokenizer:
         ids = self._vocab.encode(text)
         return ids if truncated else ids[1:]
 
-    def parser(
-        self, *, tools: Sequence[Tool], hold_calls: bool = False, verbatim: bool = False
-    ) -> ReplyParser:
-        """Create a parser for one reply.
+    def parser(self, *, tools: Sequence[Tool], verbatim: bool = False) -> ReplyParser:
+        """Create a parser for one reply, which reports a tool call when it is complete.
 
         Args:
             tools: tools of the call; without tools, nothing is parsed as a tool call.
-            hold_calls: report a call when it is complete; otherwise as it is sampled, and a malformed call
-                is withdrawn.
             verbatim: show control tokens inside a reply as text, as constraints do.
         """
-        return ReplyParser(self._verbatim if verbatim else self._spellings, self._reader(tools, hold_calls))
+        return ReplyParser(self._verbatim if verbatim else self._spellings, self._reader(tools))
 
     def reply_form(self) -> ReplyForm:
         """Format of the model's replies, for `reply_grammar`."""
@@ -320,20 +324,19 @@ class ChatTokenizer:
             harmony=self.profile.reasoning == HARMONY,
         )
 
-    def _reader(self, tools: Sequence[Tool], hold_calls: bool) -> Reader:
+    def _reader(self, tools: Sequence[Tool]) -> Reader:
         if self.profile.reasoning == HARMONY:
-            return HarmonyReader(tools=bool(tools), hold_calls=hold_calls)
+            return HarmonyReader(tools=bool(tools))
         return ReplyReader(
             reasoning=self._tags,
             thinking=self.profile.opens_thinking,
             tool_format=self._format if tools else None,
-            hold_calls=hold_calls,
             tools=tools,
         )
 
     def plain_parser(self, *, verbatim: bool = False) -> ReplyParser:
         """Create a parser for a reply of plain text, without reasoning and calls."""
-        reader = ReplyReader(reasoning=None, thinking=False, tool_format=None, hold_calls=True)
+        reader = ReplyReader(reasoning=None, thinking=False, tool_format=None)
         return ReplyParser(self._verbatim if verbatim else self._spellings, reader)
 
     def encode_raw(self, text: str) -> list[int]:
@@ -358,5 +361,5 @@ class ChatTokenizer:
             return self._vocab.encode(self._escape(text))
         except Spelled as spelled:
             raise TemplateRefusal(
-                f"the text spells the control token {spelled.literal!r}; remove it"
+                f"the text contains the control token {spelled.literal!r}; remove it"
             ) from spelled

@@ -59,18 +59,18 @@ class TurnEnd(Struct, frozen=True):
 class Ends(Struct, frozen=True):
     """Tokens that end a turn of text and a turn of tool calls; usually the same."""
 
-    said: TurnEnd | None = None
+    text: TurnEnd | None = None
     """End of a turn of text; None if the template has none."""
     called: TurnEnd | None = None
     """End of a turn of tool calls; None if the template has none."""
 
     def before(self, new: Sequence[Message]) -> TurnEnd | None:
         """End of the turn that these new messages follow."""
-        return self.called if any(message.role == "tool" for message in new) else self.said
+        return self.called if any(message.role == "tool" for message in new) else self.text
 
     def of(self, turn: Message) -> TurnEnd | None:
         """End of an assistant turn."""
-        return self.called if turn.tool_calls else self.said
+        return self.called if turn.tool_calls else self.text
 
 
 def pattern_of(messages: Sequence[Message]) -> str:

@@ -18,10 +18,10 @@ from typing import Any, get_args
 from afield.cli.log_format import start_logging
 from afield.cli.serving import is_loopback, run_loop
 from afield.errors import UsageError
-from afield.process_secrets import hide_arguments
 from afield.sdk.listen import listen
 from afield.settings.environment import Environment
 from afield.settings.gateway import LogFormat
+from afield.utils.process_secrets import hide_arguments
 
 DESCRIPTION = """\
 A server compatible with AWS Bedrock AgentCore Runtime, on this machine. Real boto3 clients of

@@ -168,9 +168,9 @@ def _remove_data(run: RunDirectory, args: argparse.Namespace) -> dict[str, int |
     with run.locked("collect", "learn"):
         if args.rollouts:
             removed["rollouts"] = run.prune_rollouts(0, keep_steps=KEPT_STEPS)
-        store = run.gateway / "gateway.sqlite"
-        if args.store and store.exists():
-            removed["store"] = factory.remove_ended_sessions(store)
+        stores = list(run.gateway.rglob("gateway.sqlite"))
+        if args.store and stores:
+            removed["store"] = sum(map(factory.remove_ended_sessions, stores))
         if args.queues:
             removed["queues"] = asyncio.run(_remove_queues(run))
     return removed

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from afield.errors import UsageError
+from afield.factory import needs
 from afield.settings.environment import Environment, agent_environment
 
 
@@ -107,7 +108,8 @@ def _counts(result: Any) -> dict[str, Any]:
 
 
 def _check(client: Any, family: Any, folder: Path) -> Any:
-    from afield.conformance.runner import check
+    with needs("gateway"):
+        from afield.conformance.runner import check
 
     path = agent_environment().get("PATH", "")
     place = folder / client.name / family.name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Generator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from afield.settings.train import TrainConfig
 from afield.types import Task
 
 AGENTS = ("openai", "strands", "langgraph")
+LIBRARIES = ("aiohttp", "openai", "tokenizers", "torch", "transformers")
 DEFAULTS = {
     "exp_id": "demo",
     "shuffle": False,  # tasks are balanced in their order
@@ -59,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.agent not in (None, *AGENTS):
         raise UsageError(f"unknown agent {args.agent!r}; choose one of: {', '.join(AGENTS)}")
+    if missing := [library for library in LIBRARIES if find_spec(library) is None]:
+        raise UsageError(f"not installed: {', '.join(missing)}; pip install 'afield[demo]'")
     here = Path(package.__file__).parent
     if args.agent or not args.resume:
         args.agent = f"{here / 'agents' / f'{args.agent or AGENTS[0]}_agent.py'}:agent"

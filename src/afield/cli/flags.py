@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, get_origin
 
 from msgspec import NODEFAULT
 
-from afield.settings.fields import Setting, SettingsGroup, sections_of
+from afield.settings.fields import Setting, SettingsGroup, sections_of, settings_of
+from afield.settings.values import SettingsLayer, assigned, merged, with_paths
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -43,10 +45,42 @@ def add_flags(
                 _add_flag(group, setting, text, (defaults or {}).get(setting.name, setting.default))
 
 
+def add_config_arguments(command: argparse.ArgumentParser, example: str = "") -> None:
+    """Add --config and --set of the commands that read a [train] table."""
+    command.add_argument("--config", type=Path, metavar="FILE", help="TOML file with a [train] table")
+    command.add_argument(
+        "--set",
+        action="append",
+        metavar="KEY=VALUE",
+        help=f"set any key of the [train] table{example and ', ' + example}; may be repeated",
+    )
+
+
 def flag_values(args: argparse.Namespace, struct: type[SettingsGroup]) -> dict[str, Any]:
     """Settings from the command line."""
-    values = {name: getattr(args, name, None) for name in struct.__struct_fields__}
-    return {name: value for name, value in values.items() if value is not None}
+    values = ((setting, getattr(args, setting.name, None)) for setting in settings_of(struct))
+    return {
+        setting.name: assigned(value, setting.flag) if setting.mapping else value
+        for setting, value in values
+        if value is not None
+    }
+
+
+def flag_layer(
+    args: argparse.Namespace, struct: type[SettingsGroup], words: Sequence[str] = ()
+) -> SettingsLayer:
+    """The command line as a source of settings: flags, and the KEY=VALUE words of --set.
+
+    Paths are relative to the working directory.
+    """
+    more = assigned(words)
+    flags = {setting.name: setting.flag for setting in settings_of(struct)}
+
+    def origin(key: str) -> str:
+        name = key.partition(".")[0].partition("[")[0]
+        return f"--set {key}" if name in more else flags.get(name, "the command line")
+
+    return SettingsLayer(with_paths(merged(flag_values(args, struct), more), struct, Path()), origin)
 
 
 def _add_flag(group: Any, setting: Setting, text: str, default: Any) -> None:
@@ -59,7 +93,9 @@ def _add_flag(group: Any, setting: Setting, text: str, default: Any) -> None:
         "metavar": setting.metavar,
         "help": (text + _shown_default(default)).replace("%", "%%"),
     }
-    if get_origin(setting.plain) is tuple:
+    if setting.mapping:
+        group.add_argument(setting.flag, action="append", **common | {"help": f"{text}; may be repeated"})
+    elif get_origin(setting.plain) is tuple:
         how = {"type": _words} if setting.choices else {"action": "append"}
         group.add_argument(setting.flag, **how, **common)
     else:

@@ -16,16 +16,16 @@ from urllib.parse import urlsplit, urlunsplit
 
 from msgspec import structs
 
-from afield.cli.flags import add_flags, flag_values
+from afield.cli.flags import add_flags, flag_layer
 from afield.cli.log_format import start_logging
 from afield.cli.serving import exit_with_parent, is_loopback, run_loop
 from afield.errors import UsageError
-from afield.private_files import read_private
-from afield.process_secrets import hide_arguments
 from afield.sdk.listen import listen
-from afield.settings.environment import Environment
+from afield.settings.environment import Environment, environment_layer
 from afield.settings.gateway import GatewaySettings
-from afield.settings.values import converted, from_file, merged, with_paths
+from afield.settings.values import SettingsLayer, SettingsLayers, converted, file_layer
+from afield.utils.private_files import read_private
+from afield.utils.process_secrets import hide_arguments
 
 SHARD_COMMAND = "gateway-process"
 
@@ -44,6 +44,12 @@ def add(commands: Any) -> None:
     )
     command.add_argument("--json", action="store_true", help="print the address as one line of JSON")
     command.add_argument("--exit-with-parent", action="store_true", help="exit when standard input closes")
+    command.add_argument(
+        "--fd",
+        type=int,
+        metavar="N",
+        help="file descriptor of an inherited listening socket, instead of --host and --port",
+    )
     add_flags(command, GatewaySettings)
     command.set_defaults(run=run)
     shard = commands.add_parser(SHARD_COMMAND, description="One of several gateway processes on one port.")
@@ -62,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         settings = structs.replace(settings, admin_key=generated_key(settings.host))
     if args.exit_with_parent or args.config == "-":
         threading.Thread(target=exit_with_parent, daemon=True).start()
-    with listen(settings.host, settings.port) as listener:
+    with inherited(args.fd) if args.fd is not None else listen(settings.host, settings.port) as listener:
         settings = with_public_url(settings, listener)
 
         def ready(model: str) -> None:
@@ -73,26 +79,46 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def inherited(descriptor: int) -> socket.socket:
+    """The listening socket of a file descriptor that the parent process passed on."""
+    try:
+        listener = socket.socket(fileno=descriptor)
+    except OSError as error:
+        raise UsageError(f"--fd {descriptor} is not a listening socket: {error}") from error
+    listener.setblocking(False)
+    return listener
+
+
 def read_settings(args: argparse.Namespace, environment: Environment) -> GatewaySettings:
-    """Settings from flags, then --config, then the environment, then defaults."""
+    """Settings from flags, then the environment, then --config, then defaults."""
     if args.admin_key:
         hide_arguments([args.admin_key])  # every user of this machine can read a command line
     if args.config == "-":
         settings = GatewaySettings.from_json(first_line())
     else:
-        file = from_file(Path(args.config), GatewaySettings, "gateway") if args.config else {}
-        flags = with_paths(flag_values(args, GatewaySettings), GatewaySettings, Path())
-        values = merged(file, flags)
-        if not values.get("model"):
+        file = (file_layer(Path(args.config), GatewaySettings, "gateway"),) if args.config else ()
+        variables = environment_layer("AFIELD_GATEWAY", GatewaySettings)
+        flags = flag_layer(args, GatewaySettings)
+        layers = SettingsLayers((*file, variables, _secrets(environment, flags), flags))
+        if not layers.values.get("model"):
             raise UsageError(
                 "model is missing: give --model DIR, or model in the [gateway] table of --config"
             )
-        settings = converted(values, GatewaySettings, args.config or "the command line")
+        settings = converted(layers.values, GatewaySettings, layers.origin)
     return structs.replace(
         settings,
         admin_key=settings.admin_key or key_from_file(settings.admin_key_file) or environment.admin_key or "",
         outcomes=settings.outcomes or environment.outcomes,
     )
+
+
+def _secrets(environment: Environment, flags: SettingsLayer) -> SettingsLayer:
+    """Settings whose variables have names of their own, unless flags give them."""
+    values = {"outcomes": environment.outcomes}
+    if "admin_key_file" not in flags.values:
+        values["admin_key"] = environment.admin_key or ""
+    names = {"outcomes": "AFIELD_OUTCOMES", "admin_key": "AFIELD_ADMIN_KEY"}
+    return SettingsLayer({key: value for key, value in values.items() if value}, names.__getitem__)
 
 
 def key_from_file(file: str) -> str:
@@ -159,11 +185,13 @@ def check(settings: GatewaySettings) -> None:
         raise UsageError(f"--public-url {url!r} must be an address, such as https://gateway.example:8400")
     if settings.outcomes == "memory":
         raise UsageError("--outcomes memory is not readable by other processes; use --outcomes files:///DIR")
+    if settings.processes > 1 and settings.store_shared:
+        raise UsageError("--store-shared needs a single process: leave it out, or use --processes 1")
     if settings.processes > 1 and settings.record_engine_calls:
         raise UsageError("--record-engine-calls needs a single process: leave it out, or use --processes 1")
     for engine in settings.engine:
         factory.check_engine_model(engine, Path(settings.model))
-    embedded = [e for e in settings.engine if e.partition("=")[0] in ("torch", "scripted")]
+    embedded = [e for e in settings.engine if e.partition("=")[0] in ("torch", "scripted") or e == "vllm"]
     if settings.processes > 1 and embedded:
         raise UsageError(
             f"--engine {embedded[0]} runs in one process; use --processes 1, or an inference server,"

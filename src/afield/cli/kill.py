@@ -73,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
     chosen = running_sessions(args.name)
     if args.session:
         chosen = _chosen(args.session, chosen)
+    else:  # a pool replaces a gateway that is killed
+        chosen = [session for session in chosen if session.group.role != "gateway" or session.entry.orphan]
     if args.orphans:
         chosen = [session for session in chosen if session.entry.orphan]
     results = asyncio.run(_end_all(chosen))
@@ -127,7 +129,7 @@ async def end_sessions(
     try:
         runtime = group.runtime()
         ids = {session.id for session in sessions}
-        if not runtime.capabilities.reaches:
+        if runtime is None or not runtime.capabilities.reaches:
             return list(await asyncio.gather(*(_end_process(session, ids) for session in sessions)))
         async with runtime:
             attempts = [session.attempt for session in sessions]
@@ -192,10 +194,10 @@ async def _with_process(session: RunSession) -> RunSession | None:
     end = time.monotonic() + START_S
     while session.entry.process is None and session.entry.phase is Phase.STARTING and time.monotonic() < end:
         await asyncio.sleep(POLL_S)
-        now = [other for other in session.group.sessions() if other.id == session.id]
-        if not now:
+        sessions = [running for running in session.group.sessions() if running.id == session.id]
+        if not sessions:
             return None
-        session = now[0]
+        session = sessions[0]
     return session
 
 

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from msgspec import structs
 from rich.console import Console, Group
@@ -21,8 +21,9 @@ from rich.text import Text
 from afield.cli.report import Summary, account_of, chart, describe_tokens, me, short
 from afield.orchestrator.state import RunDirectory
 from afield.orchestrator.training_loop import StepMetrics
+from afield.runs.token_account import ExclusionWatch, TokenAccount, listed
 from afield.settings.train import TrainConfig
-from afield.token_account import ExclusionWatch, TokenAccount, listed
+from afield.tracking import describe_failures, read_states
 from afield.types import FailureKind, Outcome, Rollout, RolloutResult
 
 SHOWN_FAILURES = 5
@@ -50,7 +51,6 @@ class Screen:
         self._failures: Counter[str] = Counter()
         self._printed: set[str] = set()
         self._failed = ""  # id of a failed rollout, suggested for `afield show`
-        self._line: StepMetrics | None = None
         self._began = time.monotonic()
         self._live: Live | None = None
 
@@ -66,17 +66,19 @@ class Screen:
         """Print the startup time; start the chart if the output is a terminal."""
         took = time.monotonic() - self._began
         per_step = self._config.tasks_per_step * self._config.rollouts
-        self._say(f"ready after {took:.1f} s; {self._config.steps} steps of {per_step} rollouts")
+        steps = "1 step" if self._config.steps == 1 else f"{self._config.steps} steps"
+        rollouts = "1 rollout" if per_step == 1 else f"{per_step} rollouts"
+        self._say(f"ready after {took:.1f} s; {steps} of {rollouts}")
         if self._console.is_terminal:
-            self._live = Live(self._view(), console=self._console, refresh_per_second=4)
+            self._live = Live(self._view(), console=self._console, refresh_per_second=4, transient=True)
             self._live.start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._live:
-            self._live.update(self._view())
             self._live.stop()
+            self._console.print(self._view())
 
     # --- watcher -------------------------------------------------------------------------------
 
@@ -84,11 +86,11 @@ class Screen:
         failure = outcome.failure
         if failure is None:
             return
-        what = f"{failure.kind}/{failure.reason}"
-        self._failures[what] += 1
+        kind = f"{failure.kind}/{failure.reason}"
+        self._failures[kind] += 1
         self._failed = self._failed if will_retry else rollout.id
-        message = f"{what}: {_first_line(failure.message)}"
-        if message in self._printed or sum(text.startswith(what) for text in self._printed) == SHOWN_FAILURES:
+        message = f"{kind}: {_first_line(failure.message)}"
+        if message in self._printed or sum(text.startswith(kind) for text in self._printed) == SHOWN_FAILURES:
             return
         self._printed.add(message)
         then = "retried" if will_retry else "trained" if failure.kind is FailureKind.POLICY else "left out"
@@ -104,7 +106,6 @@ class Screen:
     def step_done(self, line: StepMetrics) -> None:
         self._steps_done = line.step
         self._in_step = 0 if line.step < self._config.steps else self._in_step
-        self._line = line
         self._updated = self._updated or _has_updated(line.trainer)
         self._warn_of_exclusions(line)
         for warning in self._warnings(line):
@@ -113,14 +114,23 @@ class Screen:
                 self._say(f"[red]{warning}[/]")
         if line.reward is not None:
             self._rewards.append(line.reward)
-        if self._live:
-            self._refresh()
-        else:
-            self._say(escape(describe(line, self._config.steps)))
+        self._say(escape(describe(line, self._config.steps)))
+        self._refresh()
+
+    def validated(self, line: Mapping[str, Any]) -> None:
+        """Print a validation."""
+        when = f"after step {line['step']}" if line["step"] else "before training"
+        self._say(
+            f"validation {when}: reward {_number(line['reward'])} of {line['rollouts']} rollouts,"
+            f" {line['failed']} failed"
+        )
 
     def _warnings(self, line: StepMetrics) -> Iterator[str]:
         called = line.failed < line.rollouts and FailureKind.POLICY not in line.failures
-        if line.turns_per_rollout == 0 and (called or self._failures["infrastructure/engine"]):
+        if line.turns_per_rollout == 0 and line.refused:
+            refusal = escape(_first_line(line.refusal))
+            yield f"every model call was refused ({listed(line.refused)}): {refusal}"
+        elif line.turns_per_rollout == 0 and (called or self._failures["infrastructure/engine"]):
             yield (
                 "no model calls reached the gateway: agents must call rollout.openai_base_url"
                 " with rollout.api_key"
@@ -144,8 +154,11 @@ class Screen:
     def finished(self, summary: Summary) -> None:
         """Print the summary of a finished run, warnings and further commands."""
         say = self._say
+        begin = max(1, min(2, summary.steps // 2))
+        end = min(3, summary.steps - min(2, summary.steps // 2))
         say(
-            f"mean reward {_number(summary.first)} -> {_number(summary.last)} in {summary.steps} steps,"
+            f"mean reward {_number(summary.first)} (first {_steps(begin)}) -> {_number(summary.last)}"
+            f" (last {_steps(end)}) in {_steps(summary.steps)},"
             f" {summary.rollouts} rollouts, {summary.failed} failed, {summary.wall_s:.0f} s"
         )
         account = TokenAccount(
@@ -162,10 +175,13 @@ class Screen:
         ):
             if number:
                 say(f"[yellow]{number} {what}[/]")
+        for failure in describe_failures(read_states(self._run.path)):
+            say(f"[yellow]tracker {escape(failure)}[/]")
         if self._failed:
             say(f"traceback of a failure: {me()} show {self._run.id} {self._failed}")
         say(f"run directory {short(self._run.path)}")
-        say(f"  curve      {short(self._run.plot)}")
+        if self._run.plot.exists():
+            say(f"  curve      {short(self._run.plot)}")
         say(f"  details    {me()} show {self._run.id}")
         if self._run.id.startswith("demo"):
             say(f"  next       {me()} train my_agent.py:agent --tasks tasks.jsonl --model DIR")
@@ -196,8 +212,6 @@ class Screen:
             Text("\n".join(chart(self._rewards, steps=self._config.steps, width=width - 14)), style="blue"),
             bars,
         ]
-        if self._line:
-            parts.append(Text(describe(self._line, self._config.steps), style="dim"))
         return Panel(Group(*parts), title="mean reward per step", width=width)
 
 
@@ -207,6 +221,8 @@ def describe(line: StepMetrics, steps: int) -> str:
     kinds = ", ".join(f"{k} {count}" for k, count in line.failures.items() if k != FailureKind.POLICY)
     failed = f"  failed {line.failed} ({kinds})" if kinds else ""
     failed += f"  policy failures {trained}" if trained else ""
+    failed += f"  refused calls {sum(line.refused.values())} ({listed(line.refused)})" if line.refused else ""
+    failed += f"  refilled groups {line.refilled_groups}" if line.refilled_groups else ""
     failed += f"  too long to train {line.too_long}" if line.too_long else ""
     excluded = f" ({line.excluded_share:.1%}: {listed(line.excluded_tokens)})" if line.excluded_tokens else ""
     return (
@@ -243,6 +259,10 @@ def _first_line(message: str) -> str:
 def _printable(text: str) -> str:
     """Replace unprintable characters, so that agent output cannot control the terminal."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _steps(number: int) -> str:
+    return "1 step" if number == 1 else f"{number} steps"
 
 
 def _number(value: float | None) -> str:

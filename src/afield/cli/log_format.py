@@ -21,7 +21,7 @@ def start_logging(format: str) -> None:
 
 def without_keys(text: str) -> str:
     """Redact session keys, header keys and bearer tokens."""
-    return _KEY.sub(lambda found: f"{found[1]}~..." if found[1] else "Bearer ...", text)
+    return _KEY.sub(lambda match: f"{match[1]}~..." if match[1] else "Bearer ...", text)
 
 
 class Lines(logging.Formatter):
@@ -45,8 +45,8 @@ class JsonLines(logging.Formatter):
             "logger": record.name,
             "message": message,
         }
-        if found := _SESSION.search(message):
-            line["session"] = found[1] or found[2]
+        if match := _SESSION.search(message):
+            line["session"] = match[1] or match[2]
         if record.exc_info:
             line["traceback"] = without_keys(self.formatException(record.exc_info))
         return json.dumps(line, ensure_ascii=False)

@@ -15,8 +15,8 @@ from typing import Any
 from afield.cli.log_format import without_keys
 from afield.cli.sessions import RunSession, running_sessions, runs_named, unknown_session
 from afield.errors import UsageError
-from afield.log_tail import LogSlice, read_slices, slice_text
 from afield.orchestrator.state import RunDirectory
+from afield.utils.log_tail import LogSlice, read_slices, slice_text
 
 FOLLOW_S = 0.3
 """Interval between reads of a followed log, in seconds."""
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     directories = [home for run in run_paths for home in (run, RunDirectory(run.path / "verifiers"))]
     running = [session for session in running_sessions(args.name) if session.id == args.session]
     files = [directory.logs / f"{args.session}.log" for directory in directories]
-    files += [session.group.directory.logs / session.entry.log for session in running if session.entry.log]
+    files += [session.group.logs / session.entry.log for session in running if session.entry.log]
     if file := next((file for file in files if file.is_file() and file.suffix == ".log"), None):
         _print_file(file, args)
         return 0
@@ -84,7 +84,7 @@ def _print_slice(directory: RunDirectory, part: LogSlice, args: argparse.Namespa
 
 async def _print_from_runtime(session: RunSession, args: argparse.Namespace) -> None:
     runtime = session.group.runtime()
-    if not runtime.capabilities.reaches:
+    if runtime is None or not runtime.capabilities.reaches:
         raise UsageError(
             f"session {session.id} has no log of its own; see the output of its controller,"
             f" pid {session.entry.owner.pid}"

@@ -1,4 +1,4 @@
-"""`afield ps`: list running sessions of all runs and runtimes.
+"""`afield ps`: list running sessions, and gateways of pools.
 
 Sessions come from the session registry of each run; `ps --all` queries the runtimes as well.
 """
@@ -56,7 +56,7 @@ async def _with_runtimes(groups: Sequence[SessionGroup], rows: list[dict[str, An
     for group in groups:
         try:
             runtime = group.runtime()
-            if not runtime.capabilities.lists:
+            if runtime is None or not runtime.capabilities.lists:
                 continue
             async with runtime:
                 listed = await runtime.list()
@@ -83,7 +83,7 @@ async def _with_runtimes(groups: Sequence[SessionGroup], rows: list[dict[str, An
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    run = row["run"] + (" (verifier)" if row["role"] == "verifier" else "")
+    run = row["run"] + ("" if row["role"] == "agent" else f" ({row['role']})")
     where = row["where"] or "-"
     return run, row["session"], row["runtime"], row["phase"], where, _age(row["age_s"]), _owner(row)
 

@@ -9,22 +9,22 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from afield.cli.flags import add_flags, flag_values
+from afield.cli.flags import add_flags, flag_layer
 from afield.cli.log_format import start_logging
 from afield.cli.serving import run_loop
 from afield.errors import UsageError
 from afield.sdk.listen import listen
-from afield.settings.environment import Environment
+from afield.settings.environment import Environment, environment_layer
 from afield.settings.gateway import RelayLinkSettings
 from afield.settings.relay import RelaySettings
-from afield.settings.values import converted, from_file, merged, with_paths
+from afield.settings.values import SettingsLayers, converted, file_layer
 
 
 def add(commands: Any) -> None:
     command = commands.add_parser(
         "relay",
         help="public entry for agents to gateways without inbound ports",
-        usage="afield relay --cluster NAME=FILE [options]",
+        usage="afield relay --cluster NAME[=FILE] [options]",
         description="Forward agents' requests to gateways and engines that dial out.",
     )
     command.add_argument("--config", metavar="FILE", help="TOML file with a [relay] table")
@@ -48,22 +48,23 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from afield import factory
 
-    file = from_file(Path(args.config), RelaySettings, "relay") if args.config else {}
-    flags = with_paths(flag_values(args, RelaySettings), RelaySettings, Path())
-    settings = converted(merged(file, flags), RelaySettings, args.config or "the command line")
+    file = (file_layer(Path(args.config), RelaySettings, "relay"),) if args.config else ()
+    variables = environment_layer("AFIELD_RELAY", RelaySettings)
+    layers = SettingsLayers((*file, variables, flag_layer(args, RelaySettings)))
+    settings = converted(layers.values, RelaySettings, layers.origin)
     start_logging(settings.log_format)
-    factory.clusters_of(settings)
+    clusters = factory.clusters_of(settings, Environment.read().relay_secret)
     with listen(settings.host, settings.port) as listener:
         port = listener.getsockname()[1]
         url = f"{'https' if settings.tls_cert else 'http'}://{settings.host}:{port}"
 
         def ready() -> None:
-            names = [cluster.partition("=")[0] for cluster in settings.cluster]
-            line = {"url": url, "clusters": names}
-            print(json.dumps(line) if args.json else f"afield relay listens at {url} for {', '.join(names)}")
+            names = ", ".join(clusters)
+            line = {"url": url, "clusters": [*clusters]}
+            print(json.dumps(line) if args.json else f"afield relay listens at {url} for {names}")
             print(end="", flush=True)
 
-        run_loop(factory.serve_relay(settings, listener, ready))
+        run_loop(factory.serve_relay(settings, clusters, listener, ready))
     return 0
 
 
@@ -71,8 +72,8 @@ def run_dial(args: argparse.Namespace) -> int:
     from afield import factory
     from afield.relay.auth import EVERY_PATH
 
-    flags = with_paths(flag_values(args, RelayLinkSettings), RelayLinkSettings, Path())
-    settings = converted(flags, RelayLinkSettings, "the command line")
+    flags = flag_layer(args, RelayLinkSettings)
+    settings = converted(flags.values, RelayLinkSettings, flags.origin)
     start_logging("text")
     if not settings.relay:
         raise UsageError("--relay is missing: the address of the relay to dial out to")

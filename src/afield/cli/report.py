@@ -11,8 +11,9 @@ from typing import Any
 from msgspec import Struct
 
 from afield.orchestrator.state import RunDirectory, RunState
+from afield.runs.token_account import TokenAccount, listed
 from afield.settings.train import TrainConfig
-from afield.token_account import TokenAccount, listed
+from afield.tracking import read_states
 
 
 class Summary(Struct, frozen=True, kw_only=True):
@@ -52,7 +53,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     excluded_share: float
     """Excluded tokens as a share of the sampled ones, from 0 to 1."""
     untrained_tokens: dict[str, int]
-    """Tokens of rollouts that train nothing, by reason."""
+    """Tokens of rollouts that contribute no gradient, by reason."""
     wasted_tokens: int
     """Tokens sampled by attempts that do not count."""
     dropped_groups: int
@@ -61,6 +62,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     """Greatest staleness of a step, in policy versions."""
     late: int
     """Outcomes that were refused because their attempt had been given up."""
+    tracker_failures: dict[str, int]
+    """Failures of each experiment tracker that had one; trackers.json has the last error."""
     wall_s: float
     """Wall time, in seconds."""
 
@@ -97,6 +100,9 @@ def summarise(run: RunDirectory, config: TrainConfig, *, wall_s: float) -> Summa
         dropped_groups=sum(len(line["dropped_groups"]) for line in lines),
         staleness=max((line["staleness"] for line in lines), default=0),
         late=_late(run),
+        tracker_failures={
+            name: state.failed for name, state in read_states(run.path).items() if state.failed
+        },
         wall_s=round(wall_s, 1),
     )
 
@@ -139,11 +145,13 @@ def _mean(lines: list[dict[str, Any]]) -> float | None:
 
 
 def draw(run: RunDirectory) -> None:
-    """Write rewards.png: mean reward by training step."""
+    """Write rewards.png: mean reward by training step; nothing for fewer than two steps."""
+    lines = [line for line in run.read_metrics() if line["reward"] is not None]
+    if len(lines) < 2:
+        return
     from matplotlib.figure import Figure  # not pyplot, which takes half a second to import
     from matplotlib.ticker import MaxNLocator
 
-    lines = [line for line in run.read_metrics() if line["reward"] is not None]
     figure = Figure(figsize=(7, 4), dpi=120)
     axes = figure.subplots()
     axes.plot(
@@ -161,18 +169,27 @@ def draw(run: RunDirectory) -> None:
 def chart(rewards: list[float], *, steps: int, height: int = 8, width: int = 60) -> list[str]:
     """Draw the reward curve with block characters, one bar per step; the newest steps if not all fit."""
     column = max(1, min(4, width // max(steps, len(rewards), 1)))
-    shown = rewards[-(width // column) :]
-    low, high = min([0.0, *shown]), max([1.0, *shown])
-    eighths = " ▁▂▃▄▅▆▇█"
+    newest = rewards[-(width // column) :]
+    low, high = min([0.0, *newest]), max([1.0, *newest])
+    eighths, axis = (" ▁▂▃▄▅▆▇█", "┤") if _encodable("▁█┤") else (" ..::--##", "|")
     rows: list[str] = []
     for row in range(height, 0, -1):
         cells: list[str] = []
-        for reward in shown:
+        for reward in newest:
             filled = (reward - low) / (high - low) * height - (row - 1)
             cells.append(eighths[max(0, min(8, round(filled * 8)))] * column)
         label = {height: f"{high:5.2f}", 1: f"{low:5.2f}"}.get(row, " " * 5)
-        rows.append(f"{label} ┤{''.join(cells)}")
+        rows.append(f"{label} {axis}{''.join(cells)}")
     return rows
+
+
+def _encodable(text: str) -> bool:
+    """Whether the standard output can show a text."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def me() -> str:

@@ -5,17 +5,24 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
+import signal
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any
 
 
 def run_loop(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine on uvloop if it is installed, which halves CPU time, otherwise on asyncio."""
+    """Run a coroutine on uvloop if it is installed, which halves CPU time, otherwise on asyncio.
+
+    Returns also when the coroutine is cancelled, as it is by SIGTERM once it serves.
+    """
     try:
         from uvloop import new_event_loop
     except ModuleNotFoundError:
         new_event_loop = None
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+    if os.getpid() == 1:  # the kernel keeps unhandled signals from the first process of a container
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
+    with asyncio.Runner(loop_factory=new_event_loop) as runner, suppress(asyncio.CancelledError):
         runner.run(work)
 
 

@@ -1,6 +1,6 @@
 """Sessions of runs, shared by `ps`, `logs`, `kill` and `cleanup`.
 
-1. Each run has a session registry for its agents, and one for its verifiers.
+1. Each run has a session registry for its agents, one for its verifiers, and one for the gateways of a pool.
 2. A session whose controller process is dead is an orphan.
 """
 
@@ -10,6 +10,7 @@ import difflib
 import time
 from collections.abc import Iterable
 from contextlib import closing
+from pathlib import Path
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -18,23 +19,33 @@ from afield import factory
 from afield.cli.train import saved_config
 from afield.errors import UsageError
 from afield.interfaces import Runtime
-from afield.orchestrator.state import RunDirectory, find_run
+from afield.orchestrator.state import RunDirectory, find_run, list_runs
 from afield.settings.environment import Environment
 from afield.types import Attempt
 
+ROLES: tuple[Literal["agent", "verifier", "gateway"], ...] = ("agent", "verifier", "gateway")
+
 
 class SessionGroup(Struct, frozen=True):
-    """The agents or the verifiers of a run, which share a session registry and a runtime."""
+    """The agents, verifiers or gateways of a run, which share a session registry and, except for gateways, a
+    runtime."""
 
     run: RunDirectory
     """Directory of the run."""
-    role: Literal["agent", "verifier"]
-    """Role of these sessions."""
+    role: Literal["agent", "verifier", "gateway"]
+    """Role of these sessions; a gateway is listed like a session."""
 
     @property
     def directory(self) -> RunDirectory:
         """Directory with the session registry and the logs."""
+        if self.role == "gateway":
+            return factory.gateway_directory(self.run)
         return RunDirectory(self.run.path / "verifiers") if self.role == "verifier" else self.run
+
+    @property
+    def logs(self) -> Path:
+        """Directory with the logs."""
+        return self.run.logs if self.role == "gateway" else self.directory.logs
 
     @property
     def runtime_name(self) -> str:
@@ -44,8 +55,13 @@ class SessionGroup(Struct, frozen=True):
     def registry(self) -> factory.SessionRegistry:
         return factory.SessionRegistry(self.directory.sessions)
 
-    def runtime(self) -> Runtime:
-        """Build the runtime from the run's saved settings, without writing to its session registry."""
+    def runtime(self) -> Runtime | None:
+        """Build the runtime from the run's saved settings, without writing to its session registry.
+
+        None for gateways, which are plain processes.
+        """
+        if self.role == "gateway":
+            return None
         config = saved_config(self.run)
         build = factory.verifier_runtime if self.role == "verifier" else factory.runtime
         runtime = build(config, self.run, factory.transport(config, self.run))
@@ -68,7 +84,7 @@ class RunSession(Struct, frozen=True):
     """An entry of a session registry, with the run and role that it belongs to."""
 
     group: SessionGroup
-    """Agents or verifiers that the session belongs to."""
+    """Agents, verifiers or gateways that the session belongs to."""
     entry: factory.SessionEntry
     """Entry of the session registry."""
 
@@ -107,12 +123,12 @@ def runs_named(name: str | None) -> list[RunDirectory]:
     root = Environment.read().runs
     if name:
         return [find_run(root, name)]
-    return [RunDirectory(path.parent) for path in sorted(root.glob("*/run.json"))]
+    return sorted((run for run in list_runs(root) if run.config.exists()), key=lambda run: run.id)
 
 
 def session_groups(name: str | None) -> list[SessionGroup]:
-    """Agents and verifiers of one run, or of all runs, that have a session registry."""
-    groups = [SessionGroup(run, role) for run in runs_named(name) for role in ("agent", "verifier")]
+    """Agents, verifiers and gateways of one run, or of all runs, that have a session registry."""
+    groups = [SessionGroup(run, role) for run in runs_named(name) for role in ROLES]
     return [group for group in groups if group.directory.sessions.exists()]
 
 

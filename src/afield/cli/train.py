@@ -12,21 +12,34 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import structs
 
-from afield.cli.flags import add_flags, flag_values
+from afield.cli.flags import add_config_arguments, add_flags, flag_layer
 from afield.cli.report import Summary, draw, me, summarise
 from afield.datasets import read_tasks
 from afield.errors import AfieldError, NoRewards, UsageError
-from afield.orchestrator.state import RunDirectory, find_run, write_whole
+from afield.orchestrator.state import RunDirectory, RunInfo, find_run, write_whole
+from afield.orchestrator.training_loop import StepMetrics
 from afield.settings.environment import Environment
-from afield.settings.train import REMOTE, RESUMABLE_KEYS, RuntimeTables, TrainConfig, build, train_config
-from afield.settings.values import assigned, from_file, merged, with_paths
+from afield.settings.train import (
+    REMOTE,
+    RESUMABLE_KEYS,
+    RuntimeTables,
+    TrainConfig,
+    build,
+    train_config,
+    train_layers,
+)
+from afield.settings.values import assigned, merged
+from afield.tracking import Tracking
 from afield.training_run import RunRole, training
 from afield.types import Task, check_id
+
+if TYPE_CHECKING:
+    from afield.cli.live_chart import Screen
 
 HARDWARE = ("device", "devices", "max_tokens_per_pass", "checkpointing")
 """Keys of `learn` that may change when a run is resumed, since they do not affect results."""
@@ -36,12 +49,18 @@ def add(commands: Any) -> None:
     command = commands.add_parser(
         "train",
         help="train your agent",
-        usage="afield train FILE.py:NAME --tasks FILE --model DIR [options]",
-        description="Train your own agent on your own tasks. Give options of runtimes and of the trainer in"
-        " the --config file or with --set.",
+        usage="afield train AGENT --tasks FILE --model DIR [options]",
+        description="Train your own agent, or a ready harness, on your own tasks. Give options of runtimes"
+        " and of the trainer in the --config file or with --set.",
     )
     command.add_argument(
-        "agent", nargs="?", metavar="FILE.py:NAME", help="agent to train; or package.module:NAME"
+        "agent",
+        nargs="?",
+        metavar="AGENT",
+        help="agent to train: FILE.py:NAME, package.module:NAME, or a harness such as claude-code",
+    )
+    command.add_argument(
+        "--agent", dest="agent_flag", metavar="AGENT", help="agent to train, instead of the first argument"
     )
     add_run_arguments(command)
     add_flags(command, TrainConfig, without=("agent",))
@@ -50,13 +69,7 @@ def add(commands: Any) -> None:
 
 def add_run_arguments(command: argparse.ArgumentParser) -> None:
     """Arguments of `train` and `demo` that are not settings."""
-    command.add_argument("--config", type=Path, metavar="FILE", help="TOML file with a [train] table")
-    command.add_argument(
-        "--set",
-        action="append",
-        metavar="KEY=VALUE",
-        help="set any key of the [train] table, such as learn.loss=cispo; may be repeated",
-    )
+    add_config_arguments(command, "such as learn.loss=cispo")
     command.add_argument("--run", dest="name", metavar="NAME", help="run name; resumes it if it exists")
     command.add_argument(
         "--resume", nargs="?", const="latest", metavar="RUN", help="resume a run, by default the newest"
@@ -74,6 +87,9 @@ def add_run_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.agent and args.agent_flag:
+        raise UsageError(f"two agents: {args.agent!r} and --agent {args.agent_flag!r}; give one of them")
+    args.agent = args.agent or args.agent_flag
     return start(args, "train", {"exp_id": "train"}, tasks_of)
 
 
@@ -132,7 +148,26 @@ def prepare(
         run.durable = config.durable
         run.write_tasks(tasks)
         save_config(run, config)
+        run.write_info(info_of(config, kind))
     return run, config, tasks, True
+
+
+def info_of(config: TrainConfig, kind: str) -> RunInfo:
+    """Description of a training run."""
+    return RunInfo(
+        kind="demo" if kind == "demo" else "train",
+        agent=config.agent or config.runtime,
+        model=config.model,
+        tasks=config.tasks,
+        steps=config.steps,
+        attempts=config.rollouts,
+        sampling={
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+            "top_k": config.top_k,
+            "max_tokens": config.max_tokens,
+        },
+    )
 
 
 def named(args: argparse.Namespace) -> str:
@@ -151,23 +186,24 @@ def check_gateway(args: argparse.Namespace, config: TrainConfig, environment: En
         raise UsageError(f"the gateway at {config.gateway} needs an admin key: set AFIELD_ADMIN_KEY")
 
 
-def settings_given(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings on the command line, as flags and after --set; paths are relative to the directory."""
-    values = merged(flag_values(args, TrainConfig), assigned(args.set or ()))
-    return with_paths(values, TrainConfig, Path())
-
-
 def checked(
     args: argparse.Namespace, defaults: dict[str, Any], make_tasks: Callable[[TrainConfig], list[Task]]
 ) -> tuple[TrainConfig, list[Task]]:
     """The settings and tasks of a new run."""
+    from afield import factory
+
     others = {key: value for key, value in defaults.items() if key != "exp_id"}
-    config = train_config(args.config, settings_given(args), **others)
+    flags = flag_layer(args, TrainConfig, args.set or ())
+    values = train_layers(args.config, flags).values
+    others |= factory.agent_defaults(values)
+    config = train_config(args.config, flags, **others)
     # Rollout ids seed sampling. Runs that share a gateway or store need ids of their own.
     shared = config.gateway or "://" in config.outcomes or config.runtime_name in REMOTE
     if not shared and not config.exp_id:
         config = structs.replace(config, exp_id=defaults["exp_id"])
     tasks = make_tasks(config)
+    if "attempt_timeout_s" not in values:
+        config = structs.replace(config, attempt_timeout_s=factory.attempt_timeout(config, tasks))
     if config.epochs is not None:
         steps = -(-config.epochs * len(tasks) // config.tasks_per_step)
         config = structs.replace(config, steps=steps)
@@ -188,7 +224,7 @@ def check(args: argparse.Namespace, config: TrainConfig) -> None:
 
 def check_tables(config: TrainConfig, assigned: dict[str, Any]) -> None:
     """Refuse --set for a runtime that is not used; a file may have tables for several."""
-    used = {config.runtime_name, *([config.verifier_runtime] if config.verifier else [])}
+    used = {config.runtime_name, config.on, *([config.verifier_runtime] if config.verifier else [])}
     for table in RuntimeTables.__struct_fields__:
         if table in assigned and table not in used:
             raise UsageError(
@@ -204,8 +240,8 @@ def resume(
     if args.config and args.resume:
         raise UsageError("--resume keeps the settings of the run: leave --config out")
     config = saved_config(run)
-    file = from_file(args.config, TrainConfig, "train") if args.config else {}
-    changes = merged(file, settings_given(args))
+    layers = train_layers(args.config, flag_layer(args, TrainConfig, args.set or ()))
+    changes = layers.values
     if unknown := changes.keys() - set(TrainConfig.__struct_fields__):
         raise UsageError(f"unknown keys in {args.config}: {', '.join(sorted(unknown))}")
     saved = msgspec.to_builtins(config)
@@ -214,7 +250,7 @@ def resume(
         raise UsageError(f"{', '.join(fixed)} cannot change in a resumed run; start a new run")
     if config.epochs and changes.get("steps", config.steps) != config.steps:
         raise UsageError(f"steps ({config.steps}) cannot change in a resumed run of {config.epochs} epochs")
-    config = build(merged(saved, changes), "the command line")
+    config = build(merged(saved, changes), layers.origin)
     check(args, config)
     check_gateway(args, config, environment)
     return config, run.read_tasks()
@@ -263,23 +299,27 @@ async def train(
     screen = Screen(config, run, to_stderr=as_json)
     no_rewards: NoRewards | None = None
     try:
-        with screen:
+        with screen, Tracking(config, run, kind) as tracking:
             val_tasks = read_tasks(Path(config.val_tasks)) if config.val_tasks else []
             async with training(
-                *(config, run, tasks, screen, screen.step_done),
+                *(config, run, tasks, screen, lambda line: step_done(line, screen, tracking)),
                 role=role,
                 admin_key=admin_key,
                 val_tasks=val_tasks,
+                on_validation=screen.validated,
             ) as started:
                 save_config(run, config)  # save changed settings of a resumed run once it has started
+                run.write_info(info_of(config, kind))
+                if role is not RunRole.COLLECT:
+                    tracking.start()
                 screen.ready()
                 await started.run()
                 run.check_present()
     except NoRewards as error:
         no_rewards = error
     except asyncio.CancelledError:
-        done = run.last_state()
-        position = f"after step {done.step}" if done else "before the first step was done"
+        state = run.last_state()
+        position = f"after step {state.step}" if state else "before the first step was done"
         option = "" if role is RunRole.ALL else f" --role {role}"
         print(f"stopped {position}; resume with: {me()} {kind} --resume {run.id}{option}", file=sys.stderr)
         raise
@@ -295,6 +335,11 @@ async def train(
     if no_rewards or not summary.trained:
         raise no_rewards or nothing_trained(summary)
     return 0
+
+
+def step_done(line: StepMetrics, screen: Screen, tracking: Tracking) -> None:
+    screen.step_done(line)
+    tracking.step_done(line)
 
 
 def nothing_trained(summary: Summary) -> NoRewards:

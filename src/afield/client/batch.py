@@ -18,7 +18,7 @@ from msgspec import Struct
 from afield.client.futures import RolloutFuture
 from afield.client.ids import RolloutRequest
 from afield.errors import AfieldError
-from afield.token_account import TokenAccount, count_tokens
+from afield.runs.token_account import TokenAccount, count_tokens
 from afield.types import Failure, Group, Outcome, Rollout, RolloutResult
 
 
@@ -156,8 +156,8 @@ class GroupAssembler:
         self._missing[rollout.group_id] -= 1
         if self._missing[rollout.group_id]:
             return None
-        members = sorted(self._ended.pop(rollout.group_id), key=lambda one: one.request.k)
-        finished = tuple(one.future.finished() for one in members)
+        members = sorted(self._ended.pop(rollout.group_id), key=lambda member: member.request.k)
+        finished = tuple(member.future.finished() for member in members)
         return Group(
             id=rollout.group_id, task_id=rollout.task.id, epoch=0, split=rollout.split, finished=finished
         )

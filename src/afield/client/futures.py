@@ -110,15 +110,15 @@ class RolloutFuture:
 
     async def _await_result(self) -> RolloutResult:
         loop = asyncio.get_running_loop()
-        done = loop.create_future()
+        woken = loop.create_future()
 
         def wake(_: object) -> None:
             with contextlib.suppress(RuntimeError):  # the waiting loop is closed
-                loop.call_soon_threadsafe(lambda: done.done() or done.set_result(None))
+                loop.call_soon_threadsafe(lambda: woken.done() or woken.set_result(None))
 
         self._summary.add_done_callback(wake)
         try:
-            await done
+            await woken
         except asyncio.CancelledError:
             self.cancel()
             raise

@@ -117,10 +117,10 @@ def _task(row: Row, input_id: str | None) -> Task:
         return row if input_id in (None, row.id) else Task(input_id, row.input)
     if not isinstance(row, Mapping):
         raise UsageError(f"a row is a JSON object, such as a dict; got {type(row).__name__}: {row!r}")
-    given = row.get("id") if input_id is None else input_id
+    task_id = row.get("id") if input_id is None else input_id
     try:
         copied: dict[str, Any] = msgspec.json.decode(wire.encode(dict(row)))
         task = Task("row", copied)
-        return Task(f"row-{digest(task).hex()[:12]}" if given is None else str(given), copied)
+        return Task(f"row-{digest(task).hex()[:12]}" if task_id is None else str(task_id), copied)
     except (WireError, ValueError) as error:
-        raise UsageError(f"the row {given if given is not None else dict(row)!r}: {error}") from error
+        raise UsageError(f"the row {task_id if task_id is not None else dict(row)!r}: {error}") from error

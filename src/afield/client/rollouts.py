@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -19,23 +20,33 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from importlib import import_module
 from queue import SimpleQueue
-from typing import Any, Self, TypedDict, TypeVar, Unpack
+from typing import Self, TypedDict, TypeVar, Unpack
 
+from msgspec import structs
+
+from afield.client.arguments import OpenArguments, with_signature
 from afield.client.batch import BatchItem, EndedRequest, GroupAssembler, Put, RolloutBatch, as_item
 from afield.client.futures import RolloutFuture
 from afield.client.ids import IdAllocator, Row, digest
-from afield.errors import Conflict, NotFound, UsageError
+from afield.errors import Conflict, NotFound, UsageError, VerifierFailure
 from afield.interfaces import Gateway, Runtime, Transport
 from afield.orchestrator.config import RolloutConfig, RolloutObserver
+from afield.orchestrator.reward_function import (
+    RewardFunction,
+    give_rewards,
+    rewarded_outcomes,
+    write_rewards,
+)
 from afield.orchestrator.rollout import RolloutRunner
-from afield.orchestrator.state import RolloutStore, RolloutSummary, RunDirectory, RunState
-from afield.ratelimit import Limiter, SharedLimiter
-from afield.token_account import ExclusionWatch, TokenAccount, count_tokens
+from afield.orchestrator.state import RolloutStore, RolloutSummary, RunDirectory, RunInfo, RunState
+from afield.ratelimit import LeasedLimiter, Limiter
+from afield.runs.token_account import ExclusionWatch, TokenAccount, count_tokens
 from afield.types import FailureKind, Group, Outcome, Reason, Rollout, RolloutResult, Sampling, Split
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 CLOSED = "the client is closed; open another one, on the same directory it goes on where this one was"
+NOT_STARTED = "the client was not started: use it in a 'with' block, or call start()"
 
 
 class NullObserver:
@@ -64,6 +75,10 @@ class TokenCounter:
         if warning := self._watch.add(count_tokens([result])):
             log.warning("%s", warning)
         self._observer.rollout_finished(result)
+
+    def rewarded(self, result: RolloutResult) -> None:
+        """Count the tokens of a rollout as trained that had no reward when it finished."""
+        self._watch.account = self._watch.account.rewarded(sum(row.owned for row in result.trajectories))
 
 
 class Options(TypedDict, total=False):
@@ -97,18 +112,24 @@ class RolloutClient:
         run: RunDirectory,
         observer: RolloutObserver | None = None,
         limiter: Limiter | None = None,
+        verifiers: Runtime | None = None,
+        info: RunInfo | None = None,
     ) -> None:
         self.config = config
+        self.info = info or RunInfo(kind="client", model=config.model_id)
         self.rundir = run
         self._parts = gateway, runtime, transport
+        self._verifiers = verifiers
         self._observer = TokenCounter(observer or NullObserver())
         self.limiter = limiter
         self._run_state = RunState(run.run_state)
-        self._rollout_store = RolloutStore(run.rollout_store)
+        self._rollout_store = RolloutStore(run.rollout_store, index=run.index)
         self._names = IdAllocator(config.exp_id)
         self._lock = threading.Lock()
         self._live: dict[str, RolloutFuture] = {}
         self._tasks: dict[RolloutFuture, asyncio.Task[RolloutSummary]] = {}
+        self._rewarding = threading.Lock()
+        """Held while rewards are recorded and written."""
         self._thread: threading.Thread | None = None
         self._running_ids: set[str] = set()
         self._loop: Future[asyncio.AbstractEventLoop] = Future()
@@ -117,8 +138,16 @@ class RolloutClient:
         self._error: BaseException | None = None
 
     @classmethod
-    def open(cls, **names: Any) -> RolloutClient:
-        """Create a client from names and start it; see `afield.connect.client` for the arguments."""
+    @with_signature
+    def open(cls, **names: Unpack[OpenArguments]) -> RolloutClient:
+        """Create a client from names and start it.
+
+        Give `gateway`, or `endpoint` to evaluate agents without capture, and `agent` unless the runtime
+        runs an image or calls served agents. The other arguments are settings of the run, fields of
+        `RolloutConfig` (concurrency, retries, sampling, ...) and of `Deadlines` (attempt_timeout_s, ...);
+        `afield.client.OpenArguments` describes each. A client with the `exp_id` and directory of an
+        earlier one reuses its finished rollouts.
+        """
         # Imported by name because `afield.connect` imports this module.
         return import_module("afield.connect").client(**names).start()
 
@@ -205,8 +234,7 @@ class RolloutClient:
     def _submit(self, rollout: Rollout) -> RolloutFuture:
         with self._lock:
             if self._closed or not self._up.done():
-                message = "the client was not started: use it in a 'with' block, or call start()"
-                raise UsageError(CLOSED if self._closed else message)
+                raise UsageError(CLOSED if self._closed else NOT_STARTED)
             before = self._live.get(rollout.id)
             if before is not None:
                 _check_same(before.rollout, rollout)
@@ -285,6 +313,82 @@ class RolloutClient:
             loop = self._loop.result()
             self._call_in_loop(lambda: loop.call_later(timeout, batch.expire, self._attempts))
 
+    # --- rewards of the caller -------------------------------------------------------------------
+
+    def reward(
+        self, rollout: RolloutResult | RolloutFuture | BatchItem | str, value: float, /, **named: float
+    ) -> RolloutResult:
+        """Give the reward of a finished rollout, with named rewards; returns the rollout with them.
+
+        The rollout's id is enough, also of a rollout of an earlier program on the same directory. The reward
+        is kept on disk before this returns. Repeating it is harmless; another reward raises Conflict. Needs
+        `reward_from="caller"`.
+        """
+        self._check_gives_rewards()
+        result = self._ended(_id_of(rollout))
+        given = {"reward": value, "rewards": named} if named else value
+        return self._give(self._rewarded([result], [given]))[0]
+
+    def reward_group(self, group: Group, function: RewardFunction) -> Group:
+        """Give the rewards of a group by a function of its rollouts; returns the group with them.
+
+        `function` gets the rollouts whose reward is pending and returns one reward per rollout. It is not
+        called if there are none. All rewards of the group are recorded together, or none.
+        """
+        self._check_gives_rewards()
+        if inspect.iscoroutinefunction(function):
+            raise UsageError("the reward function is async; await your rewards, and give each with reward()")
+        stored = {one.rollout.id: self._ended(one.rollout.id) for one in group.finished if _pending(one)}
+        if pending := [one for one in stored.values() if _pending(one)]:
+            outcomes = self._rewarded(pending, function(list(pending)))
+            stored |= {one.rollout.id: one for one in self._give(outcomes)}
+        finished = tuple(stored.get(one.rollout.id, one) for one in group.finished)
+        return structs.replace(group, finished=finished)
+
+    def _check_gives_rewards(self) -> None:
+        with self._lock:
+            if self._closed or not self._up.done():
+                raise UsageError(CLOSED if self._closed else NOT_STARTED)
+        if self.config.reward_from != "caller":
+            raise UsageError(
+                "agents give the rewards of this client; open it with reward_from='caller' to give them"
+            )
+
+    def _ended(self, rollout_id: str) -> RolloutResult:
+        """A rollout that has ended and may have a reward."""
+        if self._run_state.rollout_summary(rollout_id) is None:
+            raise NotFound(
+                f"rollout {rollout_id} has not ended in {self.rundir.path}; wait for its result first"
+            )
+        result = self._rollout_store.get(rollout_id)
+        if failure := result.outcome.failure:
+            message = f"rollout {rollout_id} has a {failure.kind} failure ({failure.message[:200]})"
+            raise UsageError(f"{message}; only a rollout without a failure takes a reward")
+        return result
+
+    def _rewarded(self, results: list[RolloutResult], values: object) -> list[Outcome]:
+        try:
+            return rewarded_outcomes(results, values, self.config)
+        except VerifierFailure as error:
+            raise UsageError(str(error)) from error
+
+    def _give(self, outcomes: list[Outcome]) -> list[RolloutResult]:
+        with self._rewarding:
+            results = [self._ended(outcome.rollout_id) for outcome in outcomes]
+            for result, outcome in zip(results, outcomes, strict=True):
+                if not _pending(result) and result.outcome != outcome:
+                    has, wanted = _shown(result.outcome), _shown(outcome)
+                    message = f"rollout {outcome.rollout_id} has the reward {has}, and the first one counts"
+                    raise Conflict(f"{message}; {wanted} is refused")
+            give_rewards(self._run_state, self._rollout_store, outcomes)
+            given = [
+                structs.replace(result, outcome=outcome)
+                for result, outcome in zip(results, outcomes, strict=True)
+            ]
+            for result in filter(_pending, results):
+                self._observer.rewarded(result)
+        return given
+
     # --- in the client's own thread --------------------------------------------------------------
 
     async def _run_until_closed(self) -> None:
@@ -310,7 +414,11 @@ class RolloutClient:
         async with AsyncExitStack() as stack:
             stack.enter_context(self.rundir.locked("collect"))
             run_state = stack.enter_context(self._run_state)
-            if isinstance(self.limiter, SharedLimiter):
+            stack.callback(self.rundir.index.close)
+            await asyncio.to_thread(self.rundir.write_info, self.info)
+            await asyncio.to_thread(self.rundir.index.start)
+            await asyncio.to_thread(write_rewards, run_state, self._rollout_store)
+            if isinstance(self.limiter, LeasedLimiter):
                 stack.callback(self.limiter.close)
                 self.limiter.check()
             carrier = await stack.enter_async_context(transport)
@@ -318,6 +426,10 @@ class RolloutClient:
             model = await stack.enter_async_context(gateway)
             await model.version()
             await agents.check()
+            verifiers = self._verifiers
+            if verifiers is not None:
+                verifiers = await stack.enter_async_context(verifiers)
+                await verifiers.check()
             self._runner = RolloutRunner(
                 self.config,
                 gateway=model,
@@ -327,6 +439,7 @@ class RolloutClient:
                 rollout_store=self._rollout_store,
                 observer=self._observer,
                 limiter=self.limiter,
+                verifiers=verifiers,
             )
             await stack.enter_async_context(self._runner)
             self._up.set_result(None)
@@ -420,13 +533,27 @@ class RolloutClient:
             self._loop.result().call_soon_threadsafe(call)
 
 
+def _pending(result: RolloutResult) -> bool:
+    return result.outcome.reward_pending
+
+
+def _shown(outcome: Outcome) -> str:
+    return f"{outcome.reward} {outcome.rewards or ''}".rstrip()
+
+
+def _id_of(rollout: RolloutResult | RolloutFuture | BatchItem | str) -> str:
+    if isinstance(rollout, str):
+        return rollout
+    return (rollout.finished if isinstance(rollout, BatchItem) else rollout).rollout.id
+
+
 def _check_same(earlier: Rollout, rollout: Rollout) -> None:
     if digest(earlier.task) != digest(rollout.task):
         message = f"rollout {rollout.id} exists with another row, of input {earlier.task.id!r}"
         raise Conflict(f"{message}; give this one another rollout_id")
     if (earlier.split, earlier.sampling) != (rollout.split, rollout.sampling):
-        other = f"{earlier.split}, {earlier.sampling}"
-        message = f"rollout {rollout.id} exists with another split or sampling ({other})"
+        original = f"{earlier.split}, {earlier.sampling}"
+        message = f"rollout {rollout.id} exists with another split or sampling ({original})"
         raise Conflict(f"{message}; give this one another rollout_id")
 
 

@@ -152,7 +152,7 @@ def _text(content: Any, kinds: Sequence[str], ignored: Sequence[str] = ()) -> st
 def _anthropic(body: dict[str, Any]) -> ClientRequest:
     """Decode Anthropic Messages; a `tool_reference` adds the definition of a tool with `defer_loading`."""
     wires = [tool for tool in body.get("tools") or [] if tool.get("type") in (None, "custom")]
-    known = {tool["name"]: _anthropic_tool(tool) for tool in wires}
+    definitions = {tool["name"]: _anthropic_tool(tool) for tool in wires}
     messages: list[ClientMessage] = []
     if system := _anthropic_system(body.get("system")):
         messages.append(ClientMessage(role="system", content=system))
@@ -165,10 +165,10 @@ def _anthropic(body: dict[str, Any]) -> ClientRequest:
             messages.append(_anthropic_assistant(turn))
             turn = []
         if entry["role"] != "end":
-            messages += _anthropic_entry(entry, known)
+            messages += _anthropic_entry(entry, definitions)
     if any((tool.get("type") or "").startswith("tool_search_tool") for tool in body.get("tools") or []):
         raise UnknownShape("a tool search on the provider's side")
-    tools = tuple(known[tool["name"]] for tool in wires if not tool.get("defer_loading"))
+    tools = tuple(definitions[tool["name"]] for tool in wires if not tool.get("defer_loading"))
     return ClientRequest(messages=tuple(messages), tools=tools)
 
 
@@ -189,7 +189,7 @@ def _anthropic_system(system: Any) -> str:
     return _text([b for b in system or [] if not (b.get("text") or "").startswith(BILLING)], ("text",))
 
 
-def _anthropic_entry(entry: dict[str, Any], known: Mapping[str, Any]) -> list[ClientMessage]:
+def _anthropic_entry(entry: dict[str, Any], definitions: Mapping[str, Any]) -> list[ClientMessage]:
     """Tool results first, then the other content of the entry."""
     blocks = _blocks(entry["content"])
     results = [block for block in blocks if block["type"] == "tool_result"]
@@ -197,7 +197,7 @@ def _anthropic_entry(entry: dict[str, Any], known: Mapping[str, Any]) -> list[Cl
     messages = [
         ClientMessage(
             role="tool",
-            content=_text([_loaded(b, known) for b in _blocks(block.get("content"))], ("text",)),
+            content=_text([_loaded(b, definitions) for b in _blocks(block.get("content"))], ("text",)),
             call_id=block["tool_use_id"],
         )
         for block in results
@@ -207,10 +207,10 @@ def _anthropic_entry(entry: dict[str, Any], known: Mapping[str, Any]) -> list[Cl
     return messages
 
 
-def _loaded(block: dict[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+def _loaded(block: dict[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
     if block["type"] != "tool_reference":
         return block
-    tool = known.get(block["tool_name"], block["tool_name"])
+    tool = definitions.get(block["tool_name"], block["tool_name"])
     text = tool if isinstance(tool, str) else json.dumps(tool, ensure_ascii=False, separators=(",", ":"))
     return {"type": "text", "text": text}
 
@@ -240,8 +240,8 @@ def _responses(body: dict[str, Any]) -> ClientRequest:
     for name in ("previous_response_id", "conversation", "prompt"):
         if body.get(name) is not None:
             raise UnknownShape(f"{name}: the request does not contain the history that it names")
-    given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given or []
+    history = body.get("input")
+    items = [{"role": "user", "content": history}] if isinstance(history, str) else history or []
     messages: list[ClientMessage] = []
     if instructions := body.get("instructions"):
         messages.append(ClientMessage(role="system", content=instructions))
@@ -341,7 +341,7 @@ def _gemini(body: dict[str, Any]) -> ClientRequest:
     if instruction and (system := _gemini_text(_gemini_parts(instruction))):
         messages.append(ClientMessage(role="system", content=system))
     turn: list[dict[str, Any]] = []
-    asked: list[ClientCall] = []
+    calls: list[ClientCall] = []
     contents = body["contents"] if isinstance(body["contents"], list) else [body["contents"]]
     for content in [*contents, {"role": "end"}]:
         if content.get("role") == "model":
@@ -349,10 +349,10 @@ def _gemini(body: dict[str, Any]) -> ClientRequest:
             continue
         if turn:
             messages.append(_gemini_model(turn))
-            asked = list(messages[-1].calls)
+            calls = list(messages[-1].calls)
             turn = []
         if content.get("role") != "end":
-            messages += _gemini_content(content, asked)
+            messages += _gemini_content(content, calls)
     declared = [
         declaration
         for tool in body.get("tools") or []
@@ -452,17 +452,17 @@ def _json_schema(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     kind = schema.get("type")
-    made: dict[str, Any] = {} if kind is None else {"type": kind.lower() if kind in JSON_TYPES else kind}
+    converted: dict[str, Any] = {} if kind is None else {"type": kind.lower() if kind in JSON_TYPES else kind}
     for key, value in schema.items():
         if key == "type":
             continue
         if key == "properties" and isinstance(value, dict):
-            made[key] = {name: _json_schema(inner) for name, inner in value.items()}
+            converted[key] = {name: _json_schema(inner) for name, inner in value.items()}
         elif key in ("anyOf", "any_of"):
-            made["anyOf"] = [_json_schema(inner) for inner in value]
+            converted["anyOf"] = [_json_schema(inner) for inner in value]
         else:
-            made[key] = _json_schema(value) if key == "items" else value
-    return made
+            converted[key] = _json_schema(value) if key == "items" else value
+    return converted
 
 
 DIALECTS: dict[str, Callable[[dict[str, Any]], ClientRequest]] = {

@@ -27,7 +27,7 @@ Key = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]
 
 
 class ServedCall(Protocol):
-    """Fields of a recorded engine call that the judge reads."""
+    """Fields of a recorded engine call that the judge and the oracle read."""
 
     @property
     def call_id(self) -> str:
@@ -47,6 +47,11 @@ class ServedCall(Protocol):
     @property
     def logprobs(self) -> tuple[float, ...]:
         """Log-probability of each sampled token."""
+        ...
+
+    @property
+    def finish(self) -> str | None:
+        """Finish reason; None if the call did not end."""
         ...
 
 

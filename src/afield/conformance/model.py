@@ -15,10 +15,10 @@ from typing import Any
 
 from msgspec import Struct
 
-from afield.conformance.environments import wheel_files
 from afield.conformance.pins import TEMPLATES
 from afield.conformance.scenario import ModelReply, ToolUse
 from afield.errors import UsageError
+from afield.utils.installations import wheel_files
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")

@@ -21,13 +21,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec import Struct
 
 from afield.conformance.decoders import ClientCall, ClientMessage, ClientRequest, UnknownShape, decode
+from afield.conformance.judge import ServedCall
 from afield.conformance.model import TemplateFamily
 from afield.conformance.proxy import CapturedRequest
 from afield.conformance.scenario import ModelReply, NetworkFault
@@ -37,30 +38,6 @@ MARK = "\ue001"  # inserted before every control token
 QUOTE = "\ue000"  # breaks a literal in content, so that it does not match as a control token
 NO_THOUGHT = re.compile(rf"{MARK}<think>\n\n{MARK}</think>\n\n")
 SHOWN = 160  # characters of a difference in a message
-
-
-class RecordedPrompt(Protocol):
-    """Fields of a recorded engine call that the oracle reads."""
-
-    @property
-    def call_id(self) -> str:
-        """Id of the engine call."""
-        ...
-
-    @property
-    def prompt_ids(self) -> tuple[int, ...]:
-        """Prompt of the engine call."""
-        ...
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Sampled tokens."""
-        ...
-
-    @property
-    def finish(self) -> str | None:
-        """Finish reason; None if the call did not end."""
-        ...
 
 
 class Block(Struct, frozen=True):
@@ -90,7 +67,7 @@ class Expected(Struct):
     """Rendered prompt; the last block is the generation prompt."""
     whole: list[Block]
     """Prompt rendered with complete model replies where the client sent them back."""
-    call: RecordedPrompt | None = None
+    call: ServedCall | None = None
     """Engine call of the request; None until matched."""
 
     @property
@@ -205,7 +182,7 @@ class Oracle:
         self,
         renderer: Renderer,
         sent: Sequence[CapturedRequest],
-        calls: Sequence[RecordedPrompt],
+        calls: Sequence[ServedCall],
         replies: Mapping[str, ModelReply],
     ) -> None:
         """Render all requests; `calls` are the recorded engine calls, `replies` the replies by call id."""
@@ -249,7 +226,7 @@ class Oracle:
         problems += [text for n, e in enumerate(self._expected) if (text := self._unasked(n, e))]
         return problems
 
-    def _difference(self, expected: Expected, call: RecordedPrompt, blocks: Sequence[Block]) -> str | None:
+    def _difference(self, expected: Expected, call: ServedCall, blocks: Sequence[Block]) -> str | None:
         """First block in which the engine's prompt differs from the request; None if it does not."""
         spoken = iter(expected.spoken)
         for n, wanted in enumerate(expected.blocks):
@@ -268,16 +245,14 @@ class Oracle:
             )
         return None
 
-    def _said(
-        self, message: ClientMessage, call: RecordedPrompt, block: Block, wanted: tuple[str, str]
-    ) -> bool:
+    def _said(self, message: ClientMessage, call: ServedCall, block: Block, wanted: tuple[str, str]) -> bool:
         """Whether an assistant block is the client's message, as sampled or as rendered."""
         sampled = self._sampled(call.prompt_ids, block)
         if sampled is not None:
             return echoes(message, self._replies[sampled.call_id])
         return NO_THOUGHT.sub("", block.text) in [NO_THOUGHT.sub("", text) for text in wanted]
 
-    def _sampled(self, prompt: tuple[int, ...], block: Block) -> RecordedPrompt | None:
+    def _sampled(self, prompt: tuple[int, ...], block: Block) -> ServedCall | None:
         """Call whose prompt and sampled ids the prompt contains up to the end of this block."""
         for call in self._calls:
             start, end = len(call.prompt_ids), len(call.prompt_ids) + len(call.token_ids)
@@ -289,7 +264,7 @@ class Oracle:
                 return call
         return None
 
-    def _not_continued(self, expected: Expected, call: RecordedPrompt) -> str | None:
+    def _not_continued(self, expected: Expected, call: ServedCall) -> str | None:
         """Problem of a request that continues an earlier call while its prompt does not."""
         messages = expected.request.messages
         for at in range(len(messages) - 1, 0, -1):
@@ -324,14 +299,14 @@ class Oracle:
             return None
         return f"a request to {expected.sent.path} was never asked: {expected.blocks[-2].text[-SHOWN:]!r}"
 
-    def _unmatched(self, call: RecordedPrompt, blocks: Sequence[Block], free: Sequence[Expected]) -> str:
+    def _unmatched(self, call: ServedCall, blocks: Sequence[Block], free: Sequence[Expected]) -> str:
         nearest = max(free, key=lambda e: _shared(e.blocks, blocks), default=None)
         if nearest is None:
             return f"call {call.call_id} belongs to no request: all were asked already"
         return f"the prompt of call {call.call_id} is no request's; {self._difference(nearest, call, blocks)}"
 
 
-def _begins(prompt: tuple[int, ...], earlier: RecordedPrompt) -> bool:
+def _begins(prompt: tuple[int, ...], earlier: ServedCall) -> bool:
     whole = (*earlier.prompt_ids, *earlier.token_ids)
     return prompt[: len(whole)] == whole
 

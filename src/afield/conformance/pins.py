@@ -6,14 +6,7 @@ An unpinned npm install on an older node silently installs an older release.
 from __future__ import annotations
 
 NPM = {
-    "claude-code": ("@anthropic-ai/claude-code@2.1.325",),
-    "codex": ("@openai/codex@0.166.0",),
-    "opencode": ("opencode-ai@1.18.33",),
     "gemini-cli": ("@google/gemini-cli@0.61.0",),
-    "qwen-code": (
-        "@qwen-code/qwen-code@0.24.4",
-        "node@22.22.0",
-    ),  # needs a newer node than most machines have
     "vercel": (
         *("ai@7.0.169", "@ai-sdk/openai@4.0.114", "@ai-sdk/anthropic@4.0.102", "@ai-sdk/google@4.0.117"),
         "zod@4.6.7",
@@ -21,7 +14,6 @@ NPM = {
     "openresponses": ("tsx@4.23.15", "zod@3.25.76", "ws@8.22.2"),
 }
 PYTHON = {
-    "mini-swe-agent": ("mini-swe-agent==2.4.6", "litellm==1.106.2", "openai==2.54.0", "mcp==2.3.0"),
     "strands": ("strands-agents[openai]==1.62.0", "openai==2.54.0"),
     "langgraph": (  # also runs LangChain's standard tests
         *("langgraph==1.2.20", "langchain-core==1.7.2", "langchain-openai==1.7.3", "openai==3.49.0"),
@@ -41,7 +33,6 @@ PYTHON = {
     "smolagents": ("smolagents[openai]==1.26.0", "openai==2.54.0"),
     "litellm": ("litellm==1.106.2", "openai==2.54.0", "mcp==2.3.0"),
     "google-adk": ("google-adk==2.13.0",),
-    "terminus-2": ("harbor==0.24.0", "litellm==1.106.2", "openai==2.54.0"),
 }
 OPENRESPONSES = ("https://github.com/openresponses/openresponses", "92c12d96d7b61d6d15e2214daa5e9c6000ab6e1c")
 VLLM_TESTS = ("https://github.com/vllm-project/vllm", "a014e35f38c80fb0652387740193ad2147fed6a3")

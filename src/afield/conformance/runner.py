@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import Struct, structs
 
 from afield import factory
-from afield.conformance.clients.base import Client, Stage, run
+from afield.conformance.clients.base import Client, run
 from afield.conformance.judge import Verdict, judge
 from afield.conformance.model import CHATML, TEMPLATE, TemplateFamily, write_model
 from afield.conformance.oracle import Oracle, Renderer
@@ -23,6 +23,7 @@ from afield.conformance.proxy import FaultPlan, fault_proxy
 from afield.conformance.scenario import Scenario
 from afield.conformance.script import Script
 from afield.errors import Unavailable
+from afield.harnesses.base import Stage
 from afield.interfaces import Gateway, SessionRecord, SessionSpec
 from afield.types import Sampling
 from afield.wire import encode

@@ -70,8 +70,8 @@ class Shop:
 
     def _look_up(self, query: str, item: str) -> str:
         self.lookups += 1
-        found = self._database.execute(query, (item,)).fetchone()
-        return str(found[0]) if found else f"There is no {item} in this shop."
+        row = self._database.execute(query, (item,)).fetchone()
+        return str(row[0]) if row else f"There is no {item} in this shop."
 
 
 def grade(task: dict[str, Any], answer: str) -> float:

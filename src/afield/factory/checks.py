@@ -12,16 +12,31 @@ import symtable
 import tokenize
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
+from afield import harnesses
 from afield.errors import UsageError
 from afield.factory.gateway import chat_tokenizer
-from afield.factory.registry import ENGINES, RUNTIMES, TRAINERS, check_installed, check_name, load
+from afield.factory.harnesses import check_harness
+from afield.factory.registry import (
+    ENGINES,
+    RUNTIMES,
+    TRACKERS,
+    TRAINERS,
+    check_installed,
+    check_name,
+    load,
+    needs,
+)
+from afield.factory.relay import engine_spec, relay_route
 from afield.factory.runs import rollout_config, transport
 from afield.factory.runtimes import addresses
+from afield.factory.telemetry import traces_wanted
 from afield.orchestrator.state import RunDirectory
+from afield.settings.environment import Environment
 from afield.settings.train import TrainConfig
 from afield.types import HIDDEN_FIELD, Task
 
@@ -37,20 +52,37 @@ PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 def check_choices(config: TrainConfig) -> None:
     """Check everything about the settings that can be checked before anything is started."""
-    check_runtime(config)
-    check_reachable(config)
-    transport(config, RunDirectory(Path("check")))
+    check_collection(config)
     check_name("trainer", config.trainer, TRAINERS)
     if not config.freeze_weights:
         check_installed("trainer", config.trainer, TRAINERS)
-    engine = config.engine.partition("=")[0]
+    engine = _engine_kind(config)
     check_name("engine", engine, ENGINES)
     if not config.gateway:
         check_installed("engine", engine, ENGINES)
     chat_tokenizer(Path(config.model))
+
+
+def check_collection(config: TrainConfig) -> None:
+    """Check the settings of agents, their runtime and the transport of outcomes."""
+    check_runtime(config)
+    check_reachable(config)
+    check_gateways(config)
+    traces_wanted(config)
+    for name in config.track:
+        check_installed("tracker", name, TRACKERS)
+    transport(config, RunDirectory(Path("check")))
     rollout_config(config, RunDirectory(Path("check")))
     if config.transport == "memory" and (config.runtime != "inline" or config.verifier):
         raise UsageError("--transport memory works with --runtime inline only; use --transport files")
+
+
+def _engine_kind(config: TrainConfig) -> str:
+    """Kind of engine; checks the settings of the relay that the gateway or the engine dials out to."""
+    if config.gateway:
+        return config.engine.partition("=")[0]
+    route = relay_route(config, Environment.read().relay_secret)
+    return engine_spec(config.engine, route).partition("=")[0]
 
 
 def check_runtime(config: TrainConfig) -> None:
@@ -62,42 +94,59 @@ def check_runtime(config: TrainConfig) -> None:
     elif argument and not RUNTIMES[name].argument:
         raise UsageError(f"runtime {name} takes nothing after '=', not {argument!r}")
     if RUNTIMES[name].takes_agent:
-        check_target("agent", config.agent)
+        check_target("agent", harnesses.resolve(config.agent))
     elif name != "served":
         _check_image(name, config, argument)
     if config.verifier:
         check_target("verifier", config.verifier)
+    if config.reward_function:
+        check_target("reward function", config.reward_function)
+    check_harness(config)
 
 
 def _check_image(name: str, config: TrainConfig, argument: str) -> None:
     options = getattr(config, name)
     if name == "agentcore":
         created = options.agent_name and options.container_uri and options.role_arn
-        if not (argument or options.arn or created):
+        if not (argument or options.arn or created or (options.arns and options.image_key)):
             raise UsageError(
                 "runtime agentcore needs a runtime that exists (--runtime agentcore=ARN), or in"
                 " [train.agentcore] agent_name, container_uri and role_arn to create one"
             )
-    elif not (argument or options.image):
+    elif not (argument or options.image or options.image_key):
         raise UsageError(
-            f"runtime {name} needs an image: --runtime {name}=IMAGE, or --set {name}.image=IMAGE"
+            f"runtime {name} needs an image: --runtime {name}=IMAGE, --set {name}.image=IMAGE, or --set"
+            f" {name}.image_key=COLUMN if task rows name one"
         )
 
 
 def check_trust(config: TrainConfig, tasks: Sequence[Task]) -> None:
-    """Refuse hidden task fields without a verifier; warn where agents can read the verifier."""
+    """Refuse hidden task fields that nobody gets; warn where agents can read what gives the rewards."""
     hidden = [task.id for task in tasks if HIDDEN_FIELD in task.input]
-    if hidden and not config.verifier:
+    verified = config.verifier or config.agent in harnesses.TRIALS  # trials have Harbor's verifier
+    if hidden and not verified and not config.reward_function:
         raise UsageError(
             f"task {hidden[0]!r} has a '{HIDDEN_FIELD}' object, which only a verifier gets, but no verifier:"
-            " name one with --verifier, or give the agent what is in it under another name"
+            " name one with --verifier, or a function with --reward-function, or give the agent what is in it"
+            " under another name"
         )
-    if config.verifier and (user := UNPROTECTED.get(config.runtime_name)):
+    option = "--verifier" if config.verifier else "--reward-function" if config.reward_function else ""
+    if option and (user := UNPROTECTED.get(config.runtime_name)):
         log.warning(
-            "--verifier with --runtime %s: the agent runs %s, and can read the verifier, the tasks and the"
+            "%s with --runtime %s: the agent runs %s, and can read the %s, the tasks and the"
             " gateway's secret; use --runtime sandbox or container where the reward must be safe from it",
+            option,
             config.runtime_name,
             user,
+            "verifier" if config.verifier else "reward function",
+        )
+
+
+def check_gateways(config: TrainConfig) -> None:
+    """Check the directory of a pool's stores."""
+    if config.gateway_store and not Path(config.gateway_store).is_dir():
+        raise UsageError(
+            f"gateway_store {config.gateway_store} is not a directory; give one that all nodes mount"
         )
 
 
@@ -107,12 +156,33 @@ def check_reachable(config: TrainConfig) -> None:
     remote = name == "kubernetes" or (
         name == "agentcore" and not _is_loopback(urlsplit(config.agentcore.endpoint_url).hostname)
     )
-    if remote and not (config.gateway or config.gateway_url) and _is_loopback(config.gateway_host):
+    elsewhere = config.gateway or config.gateway_url or config.relay
+    if remote and not elsewhere and _is_loopback(config.gateway_host):
         raise UsageError(
             f"agents on {name} cannot reach a gateway that listens at {config.gateway_host}: set"
             " gateway_host = '0.0.0.0', and gateway_port and gateway_url if they know this machine by"
-            " another address; or name a gateway that runs elsewhere with --gateway"
+            " another address; or name a gateway that runs elsewhere with --gateway, or a relay with --relay"
         )
+
+
+def check_served_model(model: Path, served: Any, version: int, url: str) -> None:
+    """Refuse a gateway that serves another model than `model`.
+
+    Other weights of the same model are accepted after a run has published some: this run publishes its own.
+    """
+    if served is None or not model.is_dir():
+        return
+    with needs("gateway"):
+        from afield.chat import identify
+    own = identify(model)
+    difference = own.difference(served)
+    if not difference or (difference == "weights" and version > 0):
+        return
+    names = f"model {model} ({own.name}), but the gateway at {url} serves {served.name!r}"
+    raise UsageError(
+        f"{names}, whose {difference} {'are' if difference == 'weights' else 'is'} different: start the"
+        f" gateway with --model {model}, or give the directory of {served.name!r} with --model"
+    )
 
 
 def _is_loopback(host: str | None) -> bool:
@@ -178,7 +248,9 @@ def check_engine_model(spec: str, model: Path) -> None:
 
 def _check_model_config(model: Path) -> None:
     if not model.is_dir():
-        raise UsageError(f"{model} is not a directory; give the path of a model directory")
+        from afield.chat.model_files import missing_model
+
+        raise missing_model(model)
     path = model / "config.json"
     if not path.is_file():
         raise UsageError(f"{model} is not a whole model directory: it has no config.json")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from afield.errors import UsageError
 from afield.factory.registry import ENGINES, load, needs
 from afield.interfaces import Engine, EngineInfo
-from afield.vision import has_vision, read_config
+from afield.models.vision import has_vision, read_config
+from afield.settings.environment import agent_environment
+from afield.settings.gateway import ManagedEngineSettings
 
 log = logging.getLogger(__name__)
 HALF_DTYPES = ("bfloat16", "float16")
@@ -25,6 +28,7 @@ def engine(
     record: Path | None,
     images: bool = False,
     dtype: str = "auto",
+    device: str | None = None,
 ) -> Engine:
     """Engine of a specification: `torch`, `scripted=FILE`, `vllm=URL` or `sglang=URL`.
 
@@ -39,14 +43,58 @@ def engine(
             raise UsageError("--engine scripted needs a file: scripted=FILE")
         from afield.engines.scripted import read_script
 
-        engine = backend(read_script(argument, vocabulary_of(model)), model=model)
+        context = read_config(model).get("max_position_embeddings")
+        sized = {"max_context": context} if isinstance(context, int) else {}
+        engine = backend(read_script(argument, vocabulary_of(model)), model=model, **sized)
     else:
-        engine = backend(model, max_slots=slots, seed=seed, dtype=None if dtype == "auto" else dtype)
+        chosen = None if dtype == "auto" else dtype
+        engine = backend(model, max_slots=slots or None, seed=seed, dtype=chosen, device=device)
+    return recorded(engine, record)
+
+
+def recorded(engine: Engine, record: Path | None) -> Engine:
+    """The engine, whose calls are written to `record` unless it is None."""
     if record is None:
         return engine
     from afield.engines.recording import RecordingEngine
 
     return RecordingEngine(engine, record)
+
+
+def managed_vllm(
+    model: Path,
+    placement: ManagedEngineSettings,
+    *,
+    images: bool = False,
+    dtype: str = "auto",
+    timeout_s: float = 600.0,
+) -> list[Engine]:
+    """Engines with vLLM servers of their own, on the devices of `placement`."""
+    with needs("gateway"):
+        from afield.engines.vllm.server import ManagedVllmEngine, VllmServerOptions, split_devices
+
+    parts = split_devices(placement.engine_devices, placement.vllm_tensor_parallel, placement.vllm_replicas)
+    return [
+        ManagedVllmEngine(
+            VllmServerOptions(
+                python=placement.vllm_python,
+                model=str(model),
+                devices=devices,
+                tensor_parallel=placement.vllm_tensor_parallel,
+                memory=placement.vllm_memory or 0.9,
+                dtype=dtype,
+                max_seqs=placement.vllm_max_seqs,
+                adapters=placement.vllm_adapters,
+                adapter_rank=placement.vllm_adapter_rank,
+                args=placement.vllm_args,
+                environment=agent_environment(),
+                log=str(Path(placement.vllm_logs) / f"vllm-{number}.log"),
+                start_timeout_s=timeout_s,
+            ),
+            images=images,
+        )
+        for number, devices in enumerate(parts, 1)
+    ]
 
 
 def connect(kind: str, url: str, *, images: bool = False, vocabulary: int | None = None) -> Engine:
@@ -74,6 +122,7 @@ def engine_pool(
     record: Path | None,
     start_timeout_s: float = 0.0,
     dtype: str = "auto",
+    placement: ManagedEngineSettings = ManagedEngineSettings(),  # noqa: B008
 ) -> Any:
     """All engines of a gateway as one; servers are probed before use."""
     with needs("gateway"):
@@ -81,18 +130,44 @@ def engine_pool(
 
     images = has_vision(model)
     size = vocabulary_size(model)
-    workers = {
-        f"{spec.partition('=')[0]}-{number}": engine(
-            spec, model, slots=slots, seed=seed, record=record, images=images, dtype=dtype
-        )
-        for number, spec in enumerate(specs, 1)
-    }
+    engines: list[tuple[str, Engine]] = []
+    for spec in specs:
+        kind = spec.partition("=")[0]
+        if spec == "vllm":
+            servers = managed_vllm(model, placement, images=images, dtype=dtype, timeout_s=start_timeout_s)
+            engines += [(kind, recorded(server, record)) for server in servers]
+        else:
+            device = f"cuda:{placement.engine_devices[0]}" if placement.engine_devices else None
+            options = {"slots": slots, "seed": seed, "images": images, "dtype": dtype, "device": device}
+            engines.append((kind, engine(spec, model, record=record, **options)))
+    workers = {f"{kind}-{number}": one for number, (kind, one) in enumerate(engines, 1)}
     return EnginePool(
         workers,
         connect=lambda kind, url: connect(kind, url, images=images, vocabulary=size),
         check=check_engine,
         start_timeout_s=start_timeout_s,
     )
+
+
+async def probe_server(kind: str, url: str, model: Path) -> tuple[Any, str]:
+    """Probe a running inference server; returns the report, and the server's name of its model.
+
+    The name is empty if the server does not tell it.
+    """
+    with needs("gateway"):
+        import aiohttp
+
+        from afield.engines.probe import probe
+
+    async with connect(kind, url, vocabulary=vocabulary_size(model)) as worker:
+        report = await probe(worker)
+    name = ""
+    with suppress(aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError):
+        limit = aiohttp.ClientTimeout(total=10)
+        address = f"{url.rstrip('/')}/v1/models"
+        async with aiohttp.ClientSession() as http, http.get(address, timeout=limit) as response:
+            name = str((await response.json())["data"][0]["id"])
+    return report, name
 
 
 def scripted_reply() -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import json
 import resource
 import secrets
@@ -13,20 +14,25 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from afield.errors import root_cause
 from afield.factory.engines import engine_pool
 from afield.factory.registry import needs
 from afield.factory.relay import engine_spec, relay_client, relay_route
-from afield.private_files import STATE, private_directory, state_directory
+from afield.factory.telemetry import span_exporter
+from afield.orchestrator.state import RunDirectory, RunInfo, find_run
 from afield.sdk.listen import listen
-from afield.settings.environment import Environment, agent_environment
-from afield.settings.gateway import GatewaySettings
+from afield.settings.environment import Environment, agent_environment, relay_environment
+from afield.settings.fields import values_of
+from afield.settings.gateway import GatewaySettings, ManagedEngineSettings
+from afield.utils.gateway_process import GatewayProcess
+from afield.utils.private_files import STATE, private_directory, state_directory
 
 LOAD_TIMEOUT_S = 180.0
 """Time to start a gateway process and load its tokenizer, in seconds."""
@@ -34,6 +40,8 @@ MIB = 1024 * 1024
 COMMAND = [sys.executable, "-m", "afield", "gateway", "--json", "--config", "-"]
 """Command of a gateway process: reads settings from the first line of standard input, exits when it
 closes."""
+SESSIONS_AT_ONCE = 64
+"""Sessions of a store that are copied to a run at once."""
 SHARD_COMMAND = [sys.executable, "-m", "afield", "gateway-process"]
 
 
@@ -57,12 +65,53 @@ def start_timeout(settings: GatewaySettings) -> float:
     return LOAD_TIMEOUT_S + settings.engine_start_timeout_s
 
 
+def gateway_process(
+    settings: GatewaySettings, log: Path, listener: socket.socket | None = None
+) -> GatewayProcess:
+    """A gateway in a child process of this one, which is not started yet."""
+    environment = agent_environment() | relay_environment()
+    timeout_s = start_timeout(settings)
+    return GatewayProcess(COMMAND, environment, log, start_timeout_s=timeout_s, listener=listener)
+
+
 def gateway_client(url: str, admin_key: str, **options: Any) -> Any:
     """A client of the gateway at an address."""
     with needs("gateway"):
         from afield.gateway.client import HttpGateway
 
     return HttpGateway(url, admin_key, **options)
+
+
+def endpoint_gateway(url: str, api_key: str) -> Any:
+    """Stands for the gateway where agents call any OpenAI-compatible endpoint, which records nothing."""
+    with needs("gateway"):
+        from afield.gateway.endpoint import EndpointGateway
+
+    return EndpointGateway(url, api_key)
+
+
+def open_run(runs: Path, name: str) -> RunDirectory:
+    """Find a run by id or path; or a gateway's store, whose closed sessions become rollouts of a run."""
+    for path in (Path(name), runs / name):
+        run, store = RunDirectory(path), path / "gateway.sqlite"
+        if store.exists() and (not run.is_run or run.info.kind == "gateway"):
+            _copy_sessions(run, store)
+            return run
+    return find_run(runs, name)
+
+
+def _copy_sessions(run: RunDirectory, store: Path) -> None:
+    """Add the sessions that closed since the last time."""
+    with needs("gateway"):
+        from afield.gateway.store_reader import closed_sessions
+
+    with run.locked("create", wait=True), run.index as index:
+        run.write_info(RunInfo(kind="gateway"))
+        index.refresh()
+        recorded = {row["id"] for row in index.query("SELECT id FROM rollouts")}
+        results = closed_sessions(store, recorded)
+        while batch := list(itertools.islice(results, SESSIONS_AT_ONCE)):
+            run.append_rollouts(None, batch)
 
 
 def remove_ended_sessions(store: Path) -> int:
@@ -109,6 +158,9 @@ async def serve(
     environment = Environment.read()
     route = relay_route(settings, relay_secret or environment.relay_secret, settings.public_url)
     tokenizer = chat_tokenizer(model, cache=environment.template_profiles)
+    placement = ManagedEngineSettings(**values_of(settings, ManagedEngineSettings))
+    if not placement.vllm_logs:
+        placement = structs.replace(placement, vllm_logs=str(store / "logs"))
     pool = engine_pool(
         [engine_spec(spec, route) for spec in settings.engine],
         model,
@@ -117,6 +169,7 @@ async def serve(
         record=Path(settings.record_engine_calls) if settings.record_engine_calls else None,
         start_timeout_s=settings.engine_start_timeout_s,
         dtype=settings.engine_dtype,
+        placement=placement,
     )
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(pool)
@@ -126,14 +179,23 @@ async def serve(
         secret_file = Path(settings.secret_file) if settings.secret_file else None
         if secret_file is None:
             private_directory(state_directory(), STATE)
+        app_type: type[GatewayApp] = GatewayApp
+        calls: dict[str, Any] = {}
+        if spans := span_exporter(settings, "afield-gateway"):
+            from afield.gateway.tracing import TracedCalls, TracedGatewayApp
+
+            stack.push_async_callback(asyncio.to_thread, spans.close)
+            app_type, calls = TracedGatewayApp, {"make_calls": partial(TracedCalls, spans)}
         gateway = LocalGateway(
             tokenizer=tokenizer,
             engine=pool,
             store=store,
+            **calls,
             admin_key=settings.admin_key,
             public_url=settings.public_url,
             routes=route,
             durable=settings.durable,
+            store_shared=settings.store_shared,
             path_keys=settings.path_keys,
             keep_sessions_s=settings.keep_sessions_h * 3600,
             shard=shard,
@@ -150,7 +212,7 @@ async def serve(
         # Only now: a gateway that is still loading has nothing to save and exits at once.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         connections = ConnectionLimits(per_address=min(settings.max_connections, hard * 3 // 4))
-        app = GatewayApp(gateway)
+        app = app_type(gateway)
         if route is not None:
             state = {PASSED: True} if shard else {}
             number = {"process": shard.index, "processes": shard.count} if shard else {}

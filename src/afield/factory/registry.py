@@ -1,4 +1,4 @@
-"""Registry of backends: engines, runtimes, transports, trainers, sandboxes.
+"""Registry of backends: engines, runtimes, transports, trainers, sandboxes, trackers.
 
 A backend is one module, one function here that imports it, and one line of a table. It is imported when it
 is chosen; a missing library is reported with the extra that installs it.
@@ -57,9 +57,9 @@ class RuntimeBackend(Backend, frozen=True, kw_only=True):
 
 
 def _torch_engine() -> Any:
-    from afield.engines.torch.engine import TorchEngine
+    from afield.engines.torch.process import TorchEngineProcess
 
-    return TorchEngine
+    return TorchEngineProcess
 
 
 def _scripted_engine() -> Any:
@@ -199,6 +199,38 @@ SANDBOXES: dict[str, Backend] = {
     "sandbox": Backend(load=_local_sandbox),
     "container": Backend(load=_container_sandbox),
     "agentcore": Backend(load=_agentcore_sandbox),
+}
+
+
+def _tensorboard() -> Any:
+    from afield.trackers.tensorboard import TensorBoard
+
+    return TensorBoard
+
+
+def _wandb() -> Any:
+    from afield.trackers.wandb import WeightsAndBiases
+
+    return WeightsAndBiases
+
+
+def _mlflow() -> Any:
+    from afield.trackers.mlflow import MLflow
+
+    return MLflow
+
+
+def _trackio() -> Any:
+    from afield.trackers.trackio import Trackio
+
+    return Trackio
+
+
+TRACKERS: dict[str, Backend] = {
+    "tensorboard": Backend(load=_tensorboard, extra="tensorboard", libraries=("tensorboard",)),
+    "wandb": Backend(load=_wandb, extra="wandb", libraries=("wandb",)),
+    "mlflow": Backend(load=_mlflow, extra="mlflow", libraries=("mlflow",)),
+    "trackio": Backend(load=_trackio, extra="trackio", libraries=("trackio",)),
 }
 
 

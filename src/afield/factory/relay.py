@@ -17,6 +17,7 @@ from afield.errors import UsageError
 from afield.factory.registry import needs
 from afield.settings.gateway import GatewaySettings, RelayLinkSettings
 from afield.settings.relay import RelaySettings
+from afield.settings.train import TrainConfig
 
 MIB = 1024 * 1024
 
@@ -53,21 +54,21 @@ class RelayRoute(Struct, frozen=True, kw_only=True):
 
 
 def relay_route(
-    settings: RelayLinkSettings | GatewaySettings, secret: str = "", public_url: str = ""
+    settings: RelayLinkSettings | GatewaySettings | TrainConfig, secret: str = "", public_url: str = ""
 ) -> RelayRoute | None:
     """The link of a process; None without a relay. `secret` is used if there is no file."""
-    from afield.relay.auth import SECRET_BYTES, check_name, read_secret
+    from afield.relay.auth import check_name, check_secret, read_secret
 
     if not settings.relay:
         return None
     if not re.match(r"https?://[^/?#\s]+[^?#\s]*$", settings.relay):
-        raise UsageError(f"--relay {settings.relay!r} is no address; like https://relay.example")
+        raise UsageError(f"--relay {settings.relay!r} must be an address, such as https://relay.example")
     if not settings.relay_cluster:
         raise UsageError("--relay needs the name of the cluster: --relay-cluster NAME")
     if settings.relay_secret_file:
         key = read_secret(Path(settings.relay_secret_file))
-    elif len(secret) >= SECRET_BYTES:
-        key = secret.encode()
+    elif secret:
+        key = check_secret("AFIELD_RELAY_SECRET", secret.encode())
     else:
         raise UsageError("--relay needs the cluster's secret: --relay-secret-file, or AFIELD_RELAY_SECRET")
     name = settings.relay_name or re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:64]
@@ -91,7 +92,9 @@ def engine_spec(spec: str, route: RelayRoute | None) -> str:
     if not colon or not engine:
         raise UsageError(f"--engine {spec}: give the kind and the relay name of the engine: relay=vllm:NAME")
     if route is None:
-        raise UsageError(f"--engine {spec} needs the relay that the engine dials out to: --relay URL")
+        raise UsageError(
+            f"--engine {spec} needs the address of the relay that the engine is connected to: --relay URL"
+        )
     at_relay = structs.replace(route, name=check_name("--engine relay", name), public_url=route.url)
     return f"{engine}={at_relay.url_for(EVERY_PATH)}"
 
@@ -105,8 +108,10 @@ def relay_client(app: Any, route: RelayRoute, **options: Any) -> Any:
     )
 
 
-async def serve_relay(settings: RelaySettings, listener: socket.socket, ready: Callable[[], None]) -> None:
-    """Serve a relay on a listening socket until cancelled."""
+async def serve_relay(
+    settings: RelaySettings, clusters: dict[str, bytes], listener: socket.socket, ready: Callable[[], None]
+) -> None:
+    """Serve a relay on a listening socket until cancelled. `clusters` maps names to secrets."""
     with needs("gateway"):
         from afield.relay.server import Relay, RelayLimits, serve_relay
 
@@ -122,22 +127,25 @@ async def serve_relay(settings: RelaySettings, listener: socket.socket, ready: C
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    relay = Relay(clusters_of(settings), limits)
+    relay = Relay(clusters, limits)
     async with serve_relay(relay, listener, limits=limits, tls=_tls(settings)):
         ready()
         await asyncio.Event().wait()
 
 
-def clusters_of(settings: RelaySettings) -> dict[str, bytes]:
-    """Secrets by cluster."""
-    from afield.relay.auth import check_name, read_secret
+def clusters_of(settings: RelaySettings, secret: str = "") -> dict[str, bytes]:
+    """Secrets by cluster. `secret` is that of a cluster without a file."""
+    from afield.relay.auth import check_name, check_secret, read_secret
 
     clusters: dict[str, bytes] = {}
     for entry in settings.cluster:
-        name, equals, file = entry.partition("=")
-        if not equals or not file:
-            raise UsageError(f"--cluster {entry!r}: give a name and the file of its secret: NAME=FILE")
-        clusters[check_name("--cluster", name)] = read_secret(Path(file))
+        name, _, file = entry.partition("=")
+        if not file and not secret:
+            raise UsageError(
+                f"--cluster {entry!r}: give the file of its secret, NAME=FILE, or set AFIELD_RELAY_SECRET"
+            )
+        key = read_secret(Path(file)) if file else check_secret("AFIELD_RELAY_SECRET", secret.encode())
+        clusters[check_name("--cluster", name)] = key
     if not clusters:
         raise UsageError("no cluster may connect: give --cluster NAME=FILE at least once")
     return clusters

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from msgspec import structs
 
-from afield.factory.registry import TRAINERS, TRANSPORTS, load, needs
+from afield.errors import UsageError
+from afield.factory.registry import TRACKERS, TRAINERS, TRANSPORTS, check_installed, load, needs
 from afield.interfaces import Trainer, Transport
 from afield.orchestrator.config import RolloutConfig
-from afield.orchestrator.groups import StalenessWindow
+from afield.orchestrator.groups import DynamicSampling, StalenessWindow
+from afield.orchestrator.reward_function import RewardFunction
 from afield.orchestrator.state import RunDirectory
-from afield.ratelimit import LocalLimiter, RateLimits, SharedLimiter
+from afield.ratelimit import LeasedLimiter, LocalLimiter, RateLimits, RedisLimiter, SharedLimiter
+from afield.sdk.serve import load_object
+from afield.settings.environment import visible_devices
 from afield.settings.fields import values_of
-from afield.settings.gateway import GatewaySettings, LimitSettings
+from afield.settings.gateway import (
+    GatewaySettings,
+    LimitSettings,
+    ManagedEngineSettings,
+    TelemetrySettings,
+)
 from afield.settings.rollouts import deadlines_of, retries_of
 from afield.settings.sessions import policies_of
 from afield.settings.train import TrainConfig
-from afield.types import Budget, Sampling, Task
+from afield.trackers.base import Tracker
+from afield.types import Budget, Task
 
 
 def transport(config: TrainConfig, run: RunDirectory) -> Transport:
@@ -33,8 +45,11 @@ def transport(config: TrainConfig, run: RunDirectory) -> Transport:
 
 
 def limiter(
-    config: TrainConfig, limits: RateLimits | None = None, file: str | Path | None = None
-) -> LocalLimiter | SharedLimiter:
+    config: TrainConfig,
+    limits: RateLimits | None = None,
+    file: str | Path | None = None,
+    url: str | None = None,
+) -> LocalLimiter | LeasedLimiter:
     """Launch limiter of a run, a client or a veRL job: `limits`, or the rates of `config`.
 
     With the AgentCore runtime, unset limits default to its quotas.
@@ -50,7 +65,11 @@ def limiter(
             stop_per_s=limits.stop_per_s or quotas.stop_rate,
             cold_start_s=limits.cold_start_s or quotas.cold_start_s,
         )
-    file = file or config.limiter_file
+    file, url = file or config.limiter_file, url or config.limiter_url
+    if file and url:
+        raise UsageError(f"limiter_file {file} and limiter_url both name a shared budget; leave one out")
+    if url:
+        return RedisLimiter(limits, url, unavailable_timeout_s=config.unavailable_timeout_s)
     return SharedLimiter(limits, Path(file)) if file else LocalLimiter(limits)
 
 
@@ -59,7 +78,7 @@ def trainer(config: TrainConfig) -> Trainer:
     if config.freeze_weights:
         from afield.trainers.frozen import Frozen
 
-        return Frozen(Path(config.model))
+        return Frozen(Path(config.model), truncated=config.sampling.truncated)
     backend = load("trainer", config.trainer, TRAINERS)
     options = structs.asdict(config.learn)
     if options["devices"] > 1:
@@ -73,6 +92,11 @@ def trainer(config: TrainConfig) -> Trainer:
     return backend(
         Path(config.model),
         lr=config.learning_rate,
+        lr_schedule=config.lr_schedule,
+        warmup_steps=config.warmup_steps,
+        min_lr_ratio=config.min_lr_ratio,
+        total_steps=config.steps,
+        reply_limit=config.max_tokens,
         minibatches=config.minibatches,
         kl=config.kl,
         grad_clip=config.grad_clip,
@@ -81,8 +105,15 @@ def trainer(config: TrainConfig) -> Trainer:
         advantage=config.advantage,
         seed=config.seed,
         thinking=config.thinking,
+        record_training=config.record_training,
         **options,
     )
+
+
+def tracker(name: str) -> Callable[[], Tracker]:
+    """Constructor of a tracker; its library is imported when it is called."""
+    check_installed("tracker", name, TRACKERS)
+    return lambda: load("tracker", name, TRACKERS)()
 
 
 def rollout_config(config: TrainConfig, run: RunDirectory) -> RolloutConfig:
@@ -99,17 +130,37 @@ def rollout_config(config: TrainConfig, run: RunDirectory) -> RolloutConfig:
         concurrency=config.concurrency,
         deadlines=deadlines_of(config),
         retries=retries_of(config),
-        sampling=Sampling(temperature=config.temperature, max_tokens=config.max_tokens),
+        sampling=config.sampling,
         budget=Budget(calls=config.max_calls, context=config.max_context),
         **policies_of(config),
+        agent_args=config.agent_args,
         deliver=config.delivery,
         separate_verifier=bool(config.verifier),
+        reward_from="caller" if config.reward_function else "agent",
         no_turns="flag" if config.freeze_weights else "refuse",
         rewards=() if config.freeze_weights else tuple(config.learn.rewards),
         max_reward=config.max_reward,
         poll_interval_s=config.poll_interval_s,
         unavailable_timeout_s=config.unavailable_timeout_s,
     )
+
+
+def reward_function(config: TrainConfig) -> RewardFunction | None:
+    """The imported reward function of a run; None without one."""
+    if not config.reward_function:
+        return None
+    function = load_object(config.reward_function)
+    if not callable(function):
+        raise UsageError(f"{config.reward_function} is no function; it must take a list of rollouts")
+    return function
+
+
+def dynamic_sampling(config: TrainConfig) -> DynamicSampling | None:
+    """Rule by which groups with equal rewards are replaced; None keeps them."""
+    if not config.dynamic_sampling or config.freeze_weights:
+        return None
+    turns = config.learn.credit == "turns"
+    return DynamicSampling(max_refills=config.max_refills, weights=config.learn.rewards, turns=turns)
 
 
 def gateway_settings(config: TrainConfig, run: RunDirectory) -> GatewaySettings:
@@ -133,7 +184,46 @@ def gateway_settings(config: TrainConfig, run: RunDirectory) -> GatewaySettings:
         durable=config.durable,
         outcomes=outcomes,
         **values_of(config, LimitSettings),
+        **values_of(config, TelemetrySettings),
+        **engine_placement(config, run),
+        relay=config.relay,
+        relay_cluster=config.relay_cluster,
+        relay_name=relay_name(config, run),
+        relay_secret_file=config.relay_secret_file,
     )
+
+
+def visible_gpus() -> int:
+    """Number of NVIDIA GPUs that CUDA would show to this process, found without loading torch."""
+    present = sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in Path("/dev").glob("nvidia*"))
+    visible = visible_devices()
+    return present if visible is None else min(len(visible), present)
+
+
+def engine_placement(config: TrainConfig, run: RunDirectory) -> dict[str, Any]:
+    """Devices and managed vLLM of the gateway that a run starts.
+
+    Engines get the GPUs that the trainer leaves. If it leaves none, both share theirs.
+    """
+    values = values_of(config, ManagedEngineSettings)
+    gpus, trained = visible_gpus(), 0 if config.freeze_weights else config.learn.devices
+    if config.learn.device == "cpu":
+        trained = 0
+    if not values["engine_devices"] and gpus > trained > 0:
+        values["engine_devices"] = tuple(range(trained, gpus))
+    if values["vllm_memory"] is None:
+        apart = not trained or min(values["engine_devices"], default=0) >= trained
+        values["vllm_memory"] = 0.9 if apart else 0.45
+    if config.learn.lora.rank and config.learn.lora.publish == "adapter" and not config.freeze_weights:
+        values["vllm_adapters"] = values["vllm_adapters"] or config.staleness + 2
+        values["vllm_adapter_rank"] = max(values["vllm_adapter_rank"], config.learn.lora.rank)
+    values["vllm_logs"] = values["vllm_logs"] or str(run.logs)
+    return values
+
+
+def relay_name(config: TrainConfig, run: RunDirectory) -> str:
+    """Name of the gateway at the relay; by default the run's, so that runs on one host do not collide."""
+    return config.relay_name or re.sub(r"[^A-Za-z0-9_-]", "-", run.id)[:64] if config.relay else ""
 
 
 def staleness_window(config: TrainConfig, tasks: Sequence[Task]) -> StalenessWindow:

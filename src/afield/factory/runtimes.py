@@ -15,8 +15,11 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import structs
 
+from afield import harnesses
 from afield.errors import UsageError
+from afield.factory.harnesses import program_variable, runtime_options
 from afield.factory.registry import RUNTIMES, load
+from afield.harbor.environments import Environments
 from afield.interfaces import Runtime, Transport
 from afield.orchestrator.state import RunDirectory, write_whole
 from afield.runtimes.registry import SessionRegistry, TrackedRuntime
@@ -85,6 +88,8 @@ async def cleanup_process(config: TrainConfig, run: RunDirectory) -> AsyncIterat
 def _runtime(config: TrainConfig, run: RunDirectory, transport: Transport, prefix: str) -> Runtime:
     """Runtime of a run. `prefix` starts session names in clusters and container engines that others share."""
     name, _, argument = config.runtime.partition("=")
+    harness = harnesses.find(config.agent)
+    config = structs.replace(config, agent=harnesses.resolve(config.agent))
     if name == "sandbox" and config.sandbox.without_bubblewrap == "process" and not shutil.which("bwrap"):
         log.warning(
             "bubblewrap is not installed: agents run in plain processes, as without_bubblewrap allows"
@@ -102,30 +107,49 @@ def _runtime(config: TrainConfig, run: RunDirectory, transport: Transport, prefi
             workers=config.workers,
             fresh=config.process_per_rollout,
             log_dir=run.logs,
-            env=agent_environment(),
+            env={**agent_environment(), **program_variable(harness)},
             outcome_root=_outcome_root(config, run),
         )
     options = getattr(config, name)
     if argument:
         options = structs.replace(options, **{RUNTIMES[name].argument: argument})
+    if harness:
+        options = runtime_options(harness, config.agent, name, options)
     if name == "sandbox":
-        return backend(config.agent, options, log_dir=run.logs, hidden=hidden_files(config))
+        hidden = hidden_files(config)
+        return backend(config.agent, options, log_dir=run.logs, hidden=hidden, environments=environments())
     if name == "agentcore":
         return backend(options, name=prefix, ledger=run.path / "agentcore.sqlite")
     agent = (config.agent,) if RUNTIMES[name].takes_agent else ()
     return backend(*agent, options, name=prefix, log_dir=run.logs)
 
 
+def environments() -> Environments | None:
+    """Cache of the environments of Harbor tasks; None if its directory cannot be written."""
+    cache = Environments(Environment.read().environments, agent_environment())
+    try:
+        cache.prepare()
+    except OSError as error:
+        log.warning("Harbor tasks cannot be run: %s; set XDG_CACHE_HOME", error)
+        return None
+    return cache
+
+
 def hidden_files(config: TrainConfig) -> list[str]:
-    """Files that no sandboxed agent may see: the verifier, the tasks, the gateways' secrets."""
-    verifier = file_of(config.verifier) if config.verifier else ""
-    if verifier and verifier == file_of(config.agent):
+    """Files that no sandboxed agent may see: what gives the rewards, the tasks, the gateways' secrets."""
+    target, role = (
+        config.verifier or config.reward_function,
+        "verifier" if config.verifier else "reward function",
+    )
+    grader = file_of(target) if target else ""
+    if grader and grader == file_of(config.agent):
         log.warning(
-            "agent and verifier are both in %s: the agent can read how it is graded; give each its own file",
-            verifier,
+            "agent and %s are both in %s: the agent can read how it is graded; give each its own file",
+            role,
+            grader,
         )
-        verifier = ""
-    files = (verifier, config.tasks, config.val_tasks, str(Environment.read().secrets))
+        grader = ""
+    files = (grader, config.tasks, config.val_tasks, str(Environment.read().secrets))
     return [str(Path(file).resolve()) for file in files if file]
 
 

@@ -5,6 +5,7 @@ See docs/reference/http-api.md.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -303,7 +304,8 @@ async def policy(gateway: LocalGateway, _: str, body: bytes, __: dict[str, str])
 
 
 async def served_policy(gateway: LocalGateway, _: str, __: bytes, ___: dict[str, str]) -> Answer:
-    return 200, {"version": await gateway.version()}
+    model = await asyncio.to_thread(lambda: gateway.tokenizer.identity)
+    return 200, {"version": await gateway.version(), "model": model}
 
 
 def _number(params: dict[str, str], name: str, default: float) -> float:

@@ -26,7 +26,7 @@ from afield.gateway.api_error import (
     not_found,
     unauthorized,
 )
-from afield.gateway.dialects import Dialect, Dialects, RawRequest, ResponseOptions, models
+from afield.gateway.dialects import Dialect, Dialects, RawRequest, ResponseOptions, RouteMatch, models
 from afield.gateway.dialects.base import PREFILL, idempotency_key
 from afield.gateway.http import (
     KEYED,
@@ -122,7 +122,7 @@ class GatewayApp:
         is_dialect_path = path.startswith(_AGENT)
         try:
             if scope.get(PATH_KEY) and not self._gateway.path_keys:
-                raise unauthorized("keys in paths are off", "start the gateway with --path-keys")
+                raise unauthorized("keys in paths are not accepted", "start the gateway with --path-keys")
             if self._gateway.shard is not None:
                 replayed = await self._gateway.shard.elsewhere(scope, receive, send, self._admits)
                 if replayed is None:
@@ -144,31 +144,15 @@ class GatewayApp:
     async def _agent(
         self, session_id: str | None, path: str, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        method, limits = scope["method"], self._gateway.limits
+        method = scope["method"]
         match = self._dialects.match(path) if method == "POST" else None
         if match is not None:
             session = await self._session(session_id, scope, KeyScope.INFER)
-            with BodyBytes(session, limits.session_bytes) as body_bytes:
-                body = await read_body(scope, receive, limits.request_bytes, count=body_bytes.take)
-                raw = RawRequest(
-                    path,
-                    body,
-                    match.parts,
-                    query(scope),
-                    headers(scope),
-                    session.message_cache,
-                    session.id,
-                    session.row.spec.unsupported == "ignore",
-                )
-                dialect = match.dialect
-                if match.verb == "compact":
-                    dialect = self._gateway.responses.compaction(session)
-                request, options = await _decode(dialect, raw)
-                if match.verb == "count":
-                    tokens = await self._gateway.calls.count(session, request)
-                    await send_json(send, 200, dialect.count(tokens))
-                else:
-                    await self._responder.respond(session, dialect, request, options, receive, send)
+            try:
+                await self._model_call(session, match, path, scope, receive, send)
+            except (ApiError, NotFound, Unavailable, OverflowError) as error:
+                session.refuse(to_api_error(error))
+                raise
         elif method == "GET" and (
             listing := models(self._gateway.tokenizer.name, path, headers(scope), query(scope))
         ):
@@ -180,6 +164,7 @@ class GatewayApp:
         elif (method, path) in admin_api.SESSION_ROUTES:
             session = await self._session(session_id, scope, admin_api.SESSION_ROUTES[method, path].needs)
             grant = self._grant(key_of(scope))
+            limits = self._gateway.limits
             with BodyBytes(session, limits.session_bytes) as body_bytes:
                 body = await read_body(scope, receive, limits.submission_bytes, HAND_IN_LESS, body_bytes.take)
                 response = await admin_api.handle_session(self._gateway, session, grant, scope, path, body)
@@ -190,6 +175,32 @@ class GatewayApp:
                 hint = "POST v1/responses over HTTP, with stream true for events"
                 raise not_found(f"{path} is not served over a web socket", hint)
             raise not_found(f"{method} {path} is not served", "POST v1/chat/completions is, for one")
+
+    async def _model_call(
+        self, session: Session, match: RouteMatch, path: str, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        limits = self._gateway.limits
+        with BodyBytes(session, limits.session_bytes) as body_bytes:
+            body = await read_body(scope, receive, limits.request_bytes, count=body_bytes.take)
+            raw = RawRequest(
+                path,
+                body,
+                match.parts,
+                query(scope),
+                headers(scope),
+                session.message_cache,
+                session.id,
+                session.row.spec.unsupported == "ignore",
+            )
+            dialect = match.dialect
+            if match.verb == "compact":
+                dialect = self._gateway.responses.compaction(session)
+            request, options = await _decode(dialect, raw)
+            if match.verb == "count":
+                tokens = await self._gateway.calls.count(session, request)
+                await send_json(send, 200, dialect.count(tokens))
+            else:
+                await self._responder.respond(session, dialect, request, options, receive, send)
 
     async def _check(self, session_id: str | None, scope: Scope, needs: KeyScope | None) -> None:
         """Checks a key for a request that needs no session, and opens none."""
@@ -240,6 +251,9 @@ class GatewayApp:
     # --- admin ---
 
     async def _control(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        if path == "/live":
+            await send_json(send, 200, {"status": "ok"})
+            return
         if path == "/health":
             await send_json(send, *await self._gateway.health())
             return

@@ -35,18 +35,17 @@ from afield.gateway.model_request import (
 )
 from afield.gateway.parameters import unsupported
 from afield.gateway.repeats import RETRY
-from afield.gateway.sessions import ENGINE_FAILED, Reservation, Session, SessionManager
+from afield.gateway.sessions import Reservation, Session, SessionManager
 from afield.gateway.stop_strings import StopStrings, sampled
 from afield.gateway.store import GatewayStore, TurnRow, shield_and_wait
 from afield.gateway.thinking import template_arguments
 from afield.gateway.turn_ids import call_id
 from afield.interfaces import Chunk, Engine, EngineInfo, GenerateRequest, Image
+from afield.runs.turn_facts import EMPTY_SCHEMA, ENGINE_FAILED, MALFORMED
 from afield.turn_tree import extend_digest
 from afield.types import Constraint, FinishReason, Message, Sampling, ToolCall, Turn, TurnStatus
 
 log = logging.getLogger(__name__)
-MALFORMED = "malformed-call"
-"""Tag of a turn with a tool call that cannot be parsed and stays text."""
 RULE = "render:"
 """Prefix of the tag for a message rule that the chat template needed."""
 LAST = 1 << 62
@@ -150,7 +149,7 @@ class Calls:
             return constraints.without(request, [f"ignored:{name}" for name in names]), None
         try:
             if not self._info.constraints:
-                raise ValueError(f"the engine ({self._info.kind}) cannot hold a reply to a form")
+                raise ValueError(f"the engine ({self._info.kind}) cannot enforce a constraint")
             constraint = prompts.off_loop(
                 constraints.size(request), constraints.constraint, tokenizer, request
             )
@@ -293,7 +292,7 @@ class Calls:
         else:
             # Calls are emitted when complete, so that clients never see a malformed one.
             tools = request.tools if request.may_call else ()
-            parser = tokenizer.parser(tools=tools, hold_calls=True, verbatim=verbatim)
+            parser = tokenizer.parser(tools=tools, verbatim=verbatim)
         return parser, StopStrings(request.stop, parser)
 
     # --- scored prompts ---
@@ -378,7 +377,7 @@ class Calls:
                 for item in (*deltas, finished):
                     yield item
                 return
-            raise Unavailable("the engine's stream ended without a finish")
+            raise Unavailable("the engine's stream ended without a finish reason")
         except ValueError as error:
             if constraint is not None:
                 names = ", ".join(request.names.get(field, field) for field in constraints.wanted(request))
@@ -574,6 +573,7 @@ class Calls:
             tags=(
                 *request.tags,
                 *(f"{RULE}{rule}" for rule in prompt.rules),
+                *(f"{EMPTY_SCHEMA}{name}" for name in prompt.empty_tools),
                 *((RETRY,) if request.retry else ()),
                 *override_tags(sampling, request.requested_sampling),
             ),
@@ -685,7 +685,7 @@ def _repeatable(
 
 def _check_ended(finish: FinishReason) -> None:
     if finish is FinishReason.ABORTED:
-        raise Unavailable("the engine gave the call up")
+        raise Unavailable("the engine aborted the call")
 
 
 def _asks_scores(request: ModelRequest) -> bool:

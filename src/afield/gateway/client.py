@@ -7,8 +7,9 @@ raise Unavailable.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self, TypeVar
 from urllib.parse import urlencode
 
@@ -16,6 +17,7 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
+from afield.chat import ModelIdentity
 from afield.errors import Conflict, NotFound, Unavailable, UsageError
 from afield.gateway.header_keys import HeaderKeyCredentials, HeaderKeySpec
 from afield.interfaces import SessionCredentials, SessionRecord, SessionSpec, SessionState
@@ -31,6 +33,8 @@ MANY = 5_000
 """Session states per request."""
 PAGE = 1_000
 """Sessions per page."""
+WAIT_S = 60.0
+"""Longest wait of one request for the end of a session, in seconds; below TIMEOUT_S."""
 LOADING_S = 1800.0
 """Timeout for publishing weights, in seconds; large weights take long to load."""
 
@@ -60,6 +64,15 @@ class _Health(Struct):
     """Dtype of the engines' weights; empty if unknown."""
 
 
+class ServedPolicy(Struct, frozen=True):
+    """Response to `GET /policy`."""
+
+    version: int
+    """Version of the loaded weights."""
+    model: ModelIdentity | None = None
+    """Model directory of the gateway; None if it does not say."""
+
+
 class HttpGateway:
     """Implements `interfaces.Gateway` over HTTP.
 
@@ -86,8 +99,9 @@ class HttpGateway:
         if self._delivers and not await self._passes_on():
             await self._http.close()
             raise UsageError(
-                f"agents here hand their outcomes to the gateway at {self._url}, which passes none on: start"
-                " it with --outcomes SPEC and name the same SPEC as transport, such as files:///DIR"
+                f"agents of this run send their outcomes to the gateway at {self._url}, which does not"
+                " forward outcomes: start it with --outcomes SPEC and give the same SPEC as transport, such"
+                " as files:///DIR"
             )
         return self
 
@@ -105,6 +119,15 @@ class HttpGateway:
     async def engine_dtype(self) -> str:
         """Returns the dtype of the engines' weights; empty if unknown."""
         return (await self._health()).dtype
+
+    async def answers(self, timeout_s: float) -> bool:
+        """Returns whether the gateway answers a health request, with or without a ready engine."""
+        try:
+            limit = aiohttp.ClientTimeout(total=timeout_s)
+            async with self._http.get(f"{self._url}/health", timeout=limit):
+                return True
+        except (aiohttp.ClientError, TimeoutError):
+            return False
 
     async def _health(self) -> _Health:
         try:
@@ -147,7 +170,43 @@ class HttpGateway:
         return states
 
     async def version(self) -> int:
-        return (await self._ask("GET", "/policy", dict[str, int]))["version"]
+        return (await self.served_policy()).version
+
+    async def served_policy(self) -> ServedPolicy:
+        """Returns the version of the loaded weights and the model of the gateway."""
+        return await self._ask("GET", "/policy", ServedPolicy)
+
+    async def reward(
+        self, session_id: str, reward: float, *, name: str | None = None, turn: str | int | None = None
+    ) -> SessionState:
+        """Records a reward of a session, or of a turn: its id, its response's id, or its number from 0.
+
+        Repeating is harmless; another value for the same raises Conflict.
+        """
+        body = {"reward": reward, "name": name, "turn": None if turn is None else str(turn)}
+        return await self._ask("POST", f"/sessions/{session_id}/reward", SessionState, _given(body))
+
+    async def complete(
+        self, session_id: str, *, reward: float | None = None, metrics: Mapping[str, float] | None = None
+    ) -> SessionState:
+        """Ends a session: it gets no new model calls, and running ones finish. Idempotent."""
+        body = {"reward": reward, "metrics": metrics}
+        return await self._ask("POST", f"/sessions/{session_id}/complete", SessionState, _given(body))
+
+    async def wait(self, session_id: str, timeout_s: float = 30.0) -> SessionState:
+        """Returns the state of a session once it is no longer open, or after the timeout."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            path = f"/sessions/{session_id}/wait?timeout_s={min(left, WAIT_S):.3f}"
+            state = await self._ask("GET", path, SessionState)
+            if state.phase != "open" or left <= WAIT_S:
+                return state
+
+    async def delete(self, session_id: str) -> None:
+        """Ends and removes a session, with its turns and images. Repeating is harmless."""
+        with contextlib.suppress(NotFound):
+            await self._ask("DELETE", f"/sessions/{session_id}", dict[str, Any])
 
     async def abort(self, session_id: str, reason: str) -> None:
         await self._ask("POST", f"/sessions/{session_id}/abort", SessionState, {"reason": reason})
@@ -189,6 +248,10 @@ class HttpGateway:
                 if time.monotonic() > deadline:
                     raise Unavailable(f"the gateway at {self._url} does not answer: {error}") from error
             await asyncio.sleep(0.2)
+
+
+def _given(body: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in body.items() if value is not None}
 
 
 def _error(status: int, answer: bytes, url: str) -> Exception:

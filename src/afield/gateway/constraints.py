@@ -16,9 +16,9 @@ import msgspec
 
 from afield.chat import ChatTokenizer, Tool, reply_grammar
 from afield.chat.reply_grammar import ANY_OBJECT, CallSpec, Element
-from afield.exclusions import ExclusionReason
 from afield.gateway.model_request import ModelRequest, OutputFormat
 from afield.gateway.schemas import check_pattern, enforceable
+from afield.runs.exclusions import ExclusionReason
 from afield.types import Constraint, Turn, TurnStatus
 
 MAX_TEXT = 1 << 17

@@ -225,7 +225,9 @@ class EnginePool:
             aside = "; ".join(f"{worker.id}: {worker.reason}" for worker in self._workers if not worker.ready)
             tried = f" (tried: {'; '.join(running.failures)})" if running.failures else ""
             wants = " that takes images" if call.images else ""
-            raise Unavailable(f"no worker{wants} for {self._patience_s:g} s: {aside or 'none there'}{tried}")
+            raise Unavailable(
+                f"no worker{wants} for {self._patience_s:g} s: {aside or 'there is none'}{tried}"
+            )
 
     def _settled(self, call: GenerateRequest) -> bool:
         return self._choice(call) is not None or not self._open.is_set() or not self._registry.running
@@ -336,7 +338,9 @@ class EnginePool:
             async with asyncio.timeout(self._drain_s), self._registry.changed:
                 await self._registry.changed.wait_for(predicate)
         except TimeoutError as error:
-            raise Unavailable(f"waited {self._drain_s:g} s for {condition}; some are still there") from error
+            raise Unavailable(
+                f"waited {self._drain_s:g} s for {condition}; some are still running"
+            ) from error
         finally:
             self._watched -= 1
 

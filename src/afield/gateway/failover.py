@@ -75,9 +75,7 @@ class ResumableCall:
         self._cut = self.aborted = False
         rest = self._call
         if self._ids and rest.constraint is not None:
-            raise Unavailable(
-                "its worker was lost, and no other can go on in the middle of a constrained reply"
-            )
+            raise Unavailable("its worker was lost, and no other worker can continue a constrained reply")
         if self._ids:
             rest = structs.replace(
                 self._call,
@@ -96,7 +94,7 @@ class ResumableCall:
         try:
             return await anext(self._chunks)
         except StopAsyncIteration as error:
-            raise Unavailable("the engine's stream ended without a finish") from error
+            raise Unavailable("the engine's stream ended without a finish reason") from error
         except asyncio.CancelledError:
             # Swallows the cancellation of `interrupt` only.
             if self._cut and task and task.uncancel() <= cancelling_before:

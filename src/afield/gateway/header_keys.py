@@ -172,7 +172,7 @@ class HeaderKeys:
         if not value:
             if path_session_id is None:
                 raise bad_request(
-                    f"this key opens a session for each value of the header {row.spec.header}; none came",
+                    f"this key needs the header {row.spec.header}, whose values name sessions; it is missing",
                     "send the same value with all requests of a rollout",
                 )
             existing = self._sessions.find(path_session_id)

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Self
 
-from afield.backoff import Backoff
 from afield.errors import AfieldError, NotFound, Unavailable
 from afield.gateway import outcomes
 from afield.gateway.api_error import ApiError
@@ -20,6 +19,7 @@ from afield.gateway.sessions import Session, SessionManager
 from afield.gateway.store import Delivery, GatewayStore, SessionRow
 from afield.interfaces import Fence, PendingAttempt, Transport
 from afield.types import Attempt, Rollout, Task
+from afield.utils.backoff import Backoff
 from afield.wire import Invocation, OutcomeRecord
 
 log = logging.getLogger(__name__)

@@ -139,7 +139,8 @@ def read(body: bytes, row: SessionRow, *, verdict: bool) -> OutcomeReport:
         record = wire.decode(body, OutcomeRecord, "the outcome")
         statement = _whole(record, wire.encode(record))
     except WireError as error:
-        raise bad_request(str(error), "post what wire.OutcomeRecord describes, or the short form") from error
+        hint = 'send the fields of afield.wire.OutcomeRecord, or a body such as {"reward": 1.0}'
+        raise bad_request(str(error), hint) from error
     _check_addressee(record, row, verdict)
     return statement
 
@@ -288,7 +289,7 @@ def failed_verdict(row: SessionRow, statement: OutcomeReport) -> FailedVerdict |
     if recorded := next((failed for failed in row.failed_verdicts if failed.digest == digest), None):
         return recorded
     failure = statement.failure
-    if failure is None and statement.reward is None and _main(row) is None:
+    if failure is None and statement.reward is None and main_reward(row) is None:
         failure = UNREWARDED
     last = len(row.failed_verdicts) + 1 >= row.spec.verdicts
     if failure is None or failure.kind is FailureKind.POLICY or last:
@@ -297,7 +298,7 @@ def failed_verdict(row: SessionRow, statement: OutcomeReport) -> FailedVerdict |
 
 
 def graded(row: SessionRow) -> bool:
-    return row.verdict is not None or _main(row) is not None
+    return row.verdict is not None or main_reward(row) is not None
 
 
 # --- records ---
@@ -332,11 +333,11 @@ def due(row: SessionRow) -> bool:
     """Returns whether the record is complete."""
     if not addressed(row):
         return False
-    rewarded = _main(row) is not None
+    rewarded = main_reward(row) is not None
     if row.verdict is not None:
         return True
     if row.outcome is None:
-        return row.phase == "completed" and rewarded
+        return row.phase == "completed" and (rewarded or row.spec.reward_from == "caller")
     return rewarded or not judged(row.spec) or _failure(row, _read_again(row.outcome), None) is not None
 
 
@@ -361,14 +362,16 @@ def record_of(row: SessionRow) -> OutcomeRecord:
         metrics |= statement.metrics
     assert spec.exp_id is not None and spec.input_id is not None
     assert spec.rollout_id is not None and spec.attempt is not None
-    reward, failure = _main(row), _failure(row, agent, verifier)
-    if reward is None and failure is None:
+    reward, failure = main_reward(row), _failure(row, agent, verifier)
+    pending = reward is None and failure is None and spec.reward_from == "caller"
+    if reward is None and failure is None and not pending:
         failure = UNREWARDED
     outcome = Outcome(
         rollout_id=spec.rollout_id,
         attempt=spec.attempt,
         # A failure of the policy may have a reward; other failures have none.
         reward=None if failure and failure.kind is not FailureKind.POLICY else reward,
+        reward_pending=pending,
         rewards={e["name"]: e["reward"] for e in row.rewards if "name" in e and "turn" not in e},
         turn_rewards={e["turn"]: e["reward"] for e in row.rewards if "turn" in e and "name" not in e},
         named_turn_rewards=_of_both(row),
@@ -400,7 +403,7 @@ def _of_both(row: SessionRow) -> dict[str, dict[str, float]]:
     return by_name
 
 
-def _main(row: SessionRow) -> float | None:
+def main_reward(row: SessionRow) -> float | None:
     """Returns the reward of the whole attempt."""
     return next((e["reward"] for e in row.rewards if "name" not in e and "turn" not in e), None)
 

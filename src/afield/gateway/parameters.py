@@ -190,7 +190,7 @@ KWARGS = [
 
 CHAT = [
     *honoured("the conversation", "messages"),
-    *honoured("named in the answer; the run's model answers, whatever the name", "model"),
+    *honoured("returned in the answer; the served model answers, whatever the name", "model"),
     *honoured("offered to the model by its chat template", "tools"),
     *honoured("`required` and named tools are enforced while the reply is sampled", "tool_choice"),
     *honoured("false: one call at most, enforced while the reply is sampled", "parallel_tool_calls"),
@@ -246,7 +246,7 @@ CHAT = [
 
 COMPLETIONS = [
     *honoured("text or token ids; one prompt", "prompt"),
-    *honoured("named in the answer; the run's model answers, whatever the name", "model"),
+    *honoured("returned in the answer; the served model answers, whatever the name", "model"),
     *honoured("may only lower what the session allows", "max_tokens"),
     *honoured("the text ends before the first of them", "stop"),
     *honoured("log-probabilities as they are recorded, and so many of the likeliest tokens", "logprobs"),
@@ -279,15 +279,15 @@ COMPLETIONS = [
 RESPONSES = [
     *honoured(f"{NO_EFFECT}; Codex sends it", "client_metadata"),
     *honoured("the conversation, or what is new in it", "input", "instructions", "previous_response_id"),
-    *honoured("named in the answer; the run's model answers, whatever the name", "model"),
+    *honoured("returned in the answer; the served model answers, whatever the name", "model"),
     *honoured("functions and custom tools are offered to the model by its chat template", "tools"),
     *honoured("`required` and named tools are enforced while the reply is sampled", "tool_choice"),
     *honoured("false: one call at most, enforced while the reply is sampled", "parallel_tool_calls"),
     *honoured("may only lower what the session allows", "max_output_tokens"),
-    *honoured("accepted; counts calls of a provider's own tools, and there are none", "max_tool_calls"),
+    *honoured("accepted; it limits calls of provider tools, which do not run here", "max_tool_calls"),
     *honoured(
-        "`reasoning.encrypted_content` and `message.output_text.logprobs`; the others belong to a provider's"
-        " own tools, of which there is no output",
+        "`reasoning.encrypted_content` and `message.output_text.logprobs`; other values ask for the output"
+        " of provider tools, which do not run here",
         "include",
     ),
     *honoured(f"where `include` asks for log-probabilities, {LIKELIEST}", "top_logprobs"),
@@ -352,7 +352,7 @@ RESPONSES = [
 
 ANTHROPIC = [
     *honoured("the conversation", "messages", "system"),
-    *honoured("named in the answer; the run's model answers, whatever the name", "model"),
+    *honoured("returned in the answer; the served model answers, whatever the name", "model"),
     *honoured("offered to the model by its chat template", "tools"),
     *honoured(
         "`any` and `tool` are enforced while the reply is sampled",
@@ -383,6 +383,7 @@ ANTHROPIC = [
         "service_tier",
         "inference_geo",
         "user_profile_id",
+        "billing_policy",
         "workspace_id",
         "cache_control",
         "betas",

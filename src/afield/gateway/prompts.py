@@ -18,7 +18,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 from msgspec import Struct, structs
@@ -28,6 +28,7 @@ from afield.gateway.api_error import ApiError, bad_request, context_exceeded
 from afield.gateway.model_request import ModelRequest
 from afield.gateway.request_cache import ConversationCache
 from afield.gateway.sessions import Session
+from afield.runs.turn_facts import has_empty_schema
 from afield.turn_tree import TurnTree, chain
 from afield.types import Link, Message, Turn, TurnStatus
 
@@ -47,6 +48,8 @@ class Match(Struct, frozen=True, kw_only=True):
     """Conversation with recognised replies."""
     tools_digest: str
     """Digest of the tools; empty without tools."""
+    empty_tools: tuple[str, ...] = ()
+    """Names of the tools whose schema allows no argument."""
     digests: Sequence[str]
     """Digest per prefix of the messages."""
     parent: Turn | None = None
@@ -84,6 +87,8 @@ class Prompt(Struct, frozen=True, kw_only=True):
     """Digest of the conversation."""
     tools_digest: str
     """Digest of the tools."""
+    empty_tools: tuple[str, ...] = ()
+    """Names of the tools whose schema allows no argument."""
     tier: str
     """Rendering tier: bridge, append, splice, full or raw."""
     links: tuple[Link, ...] = ()
@@ -125,7 +130,8 @@ def _match(
     messages: tuple[Message, ...] | None,
     context: MatchContext,
 ) -> Match:
-    root, tools_digest = _heads.of(tokenizer, request.tools)
+    head = _heads.of(tokenizer, request.tools)
+    root = head.root
     if messages is None:
         messages, digests = context.cache.read(tree, root, request.messages)
     else:
@@ -138,7 +144,8 @@ def _match(
     return Match(
         root=root,
         messages=messages,
-        tools_digest=tools_digest,
+        tools_digest=head.tools_digest,
+        empty_tools=head.empty_tools,
         digests=digests,
         parent=parent,
         depth=depth,
@@ -157,22 +164,37 @@ def _says_anything(message: Message) -> bool:
     return bool(message.content or message.reasoning or message.tool_calls or message.images)
 
 
+class _Head(NamedTuple):
+    """Properties that all requests with the same tokenizer and tools object share."""
+
+    tokenizer: ChatTokenizer
+    """Held with the tools, so that the ids of both are not reused."""
+    tools: Sequence[Tool]
+    """Tools of the request."""
+    root: str
+    """Digest of model, template and tools."""
+    tools_digest: str
+    """Digest of the tools; empty without tools."""
+    empty_tools: tuple[str, ...]
+    """Names of the tools whose schema allows no argument."""
+
+
 class _Heads:
-    """Cache of root key and tools digest per tokenizer and tools object."""
+    """Cache of heads per tokenizer and tools object."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._known: OrderedDict[tuple[int, int], tuple[ChatTokenizer, Sequence[Tool], str, str]] = (
-            OrderedDict()
-        )
+        self._known: OrderedDict[tuple[int, int], _Head] = OrderedDict()
 
-    def of(self, tokenizer: ChatTokenizer, tools: Sequence[Tool]) -> tuple[str, str]:
-        key = (id(tokenizer), id(tools))  # the entry holds both, so that ids are not reused
+    def of(self, tokenizer: ChatTokenizer, tools: Sequence[Tool]) -> _Head:
+        key = (id(tokenizer), id(tools))
         if (cached := self._known.get(key)) is None:
-            cached = self._known[key] = (tokenizer, tools, tokenizer.root_key(tools), digest_of(tools))
+            empty = tuple(tool.name for tool in tools if has_empty_schema(tool.parameters))
+            head = _Head(tokenizer, tools, tokenizer.root_key(tools), digest_of(tools), empty)
+            cached = self._known[key] = head
             if len(self._known) > self._size:
                 self._known.popitem(last=False)
-        return cached[2:]
+        return cached
 
 
 _heads = _Heads(256)
@@ -240,6 +262,7 @@ def _prompt(
         new=new,
         request_digest=match.request_digest,
         tools_digest=match.tools_digest,
+        empty_tools=match.empty_tools,
         tier=rendered.tier,
         links=links,
         rules=rendered.rules,
@@ -492,7 +515,7 @@ def _with_history(session: Session, request: ModelRequest) -> ModelRequest:
     turn = session.tree[after] if after is not None and after in session.tree else None
     if turn is None or turn.status is not TurnStatus.COMMITTED or after in session.row.deleted_responses:
         name = f"previous response of turn {after!r}"
-        raise ApiError(400, "previous_response_not_found", f"{name} is not of this session")
+        raise ApiError(400, "previous_response_not_found", f"{name} is not one of this session")
     history = [m for step in session.tree.path(turn.id) for m in step.messages]
     new = request.messages
     if new and new[0].role == "system":  # instructions are not inherited

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from afield.exclusions import AbandonedAnswers, ExclusionReason
+from afield.runs.exclusions import AbandonedAnswers, ExclusionReason
 from afield.turn_tree import TurnTree
 from afield.types import Constraint, FinishReason, Turn, TurnStatus
 

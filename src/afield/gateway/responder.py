@@ -55,7 +55,7 @@ class Responder:
                 if request.stream:
                     encoder = dialect.stream(first, options)
                     out.content_type = encoder.content_type
-                    await self._stream(items, encoder, out)
+                    await self._stream(session, items, encoder, out)
                 else:
                     finished = await _last(items)
                     await send_json(send, 200, dialect.response(first, finished, options))
@@ -63,6 +63,7 @@ class Responder:
         except ApiError as error:
             if out.started or not request.stream or (dialect.name, error.code) not in TOLD_IN_STREAM:
                 raise
+            session.refuse(error)
             nothing = CallStarted(session.id, "t0", (), time.time())
             await out.close(dialect.stream(nothing, options).error(error))
         except asyncio.CancelledError:
@@ -77,7 +78,9 @@ class Responder:
             session.request_ended(task)
             watch.cancel()
 
-    async def _stream(self, items: AsyncIterator[Item], encoder: StreamEncoder, out: ByteStream) -> None:
+    async def _stream(
+        self, session: Session, items: AsyncIterator[Item], encoder: StreamEncoder, out: ByteStream
+    ) -> None:
         pinging = asyncio.create_task(send_keepalives(encoder, out))
         opened = False
         try:
@@ -92,6 +95,7 @@ class Responder:
         except ApiError as error:
             if not out.started:
                 raise
+            session.refuse(error)
             await out.close(encoder.error(error))
         finally:
             pinging.cancel()

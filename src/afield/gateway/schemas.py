@@ -155,7 +155,7 @@ def check_pattern(pattern: str, keyword: str, path: str = "") -> str:
     try:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{keyword} {pattern!r} is no regular expression: {error}") from error
+        raise ValueError(f"{keyword} {pattern!r} is not a regular expression: {error}") from error
     return pattern
 
 

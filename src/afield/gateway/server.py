@@ -20,12 +20,12 @@ import msgspec
 from msgspec import Struct
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from afield.asgi_server import AsgiServer, server_config, serving
 from afield.gateway.api_error import ApiError
 from afield.gateway.app import GatewayApp
 from afield.gateway.front import receive_connections
 from afield.gateway.service import LocalGateway
 from afield.gateway.shards import PASSED
+from afield.utils.asgi_server import AsgiServer, server_config, serving
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from msgspec import Struct
 from afield import trajectories
 from afield.chat import ChatTokenizer
 from afield.errors import Conflict, Unavailable, UsageError
-from afield.exclusions import ExclusionReason
 from afield.gateway import outcomes
 from afield.gateway.api_error import bad_request
 from afield.gateway.calls import Calls
@@ -31,6 +30,7 @@ from afield.gateway.shards import Shard
 from afield.gateway.store import GatewayStore, PublishedPolicy, SessionRow
 from afield.gateway.stored_responses import StoredResponses
 from afield.interfaces import SessionCredentials, SessionRecord, SessionSpec, SessionState, Transport
+from afield.runs.exclusions import ExclusionReason
 from afield.types import Exclusion, Image, Policy, Trajectory, Turn, TurnStatus
 from afield.wire import Invocation, Submission
 
@@ -82,6 +82,7 @@ class LocalGateway:
         public_url: str,
         routes: Routes | None = None,
         durable: bool = False,
+        store_shared: bool = False,
         keep_sessions_s: float = 0.0,
         shard: Shard | None = None,
         outlet: Transport | None = None,
@@ -91,12 +92,14 @@ class LocalGateway:
         path_keys: bool = False,
         secret: SecretPlace = SecretPlace(),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.time,
+        make_calls: Callable[..., Calls] = Calls,
     ) -> None:
         self.tokenizer = tokenizer
         self.engine = engine
         self._routes = routes or DirectRoutes(public_url.rstrip("/"))
         self._store_path = store
         self._durable = durable
+        self._store_shared = store_shared
         self._keep_sessions_s = keep_sessions_s
         self.shard = shard
         self._outlet = outlet
@@ -107,11 +110,17 @@ class LocalGateway:
         self.path_keys = path_keys
         self._secret_place = secret
         self._clock = clock
+        self._make_calls = make_calls
         self._stack = AsyncExitStack()
         self._outbox: OutcomeDelivery | None = None
 
     async def __aenter__(self) -> Self:
-        store = GatewayStore(self._store_path / "gateway.sqlite", durable=self._durable)
+        store = GatewayStore(
+            self._store_path / "gateway.sqlite",
+            durable=self._durable,
+            exclusive=self.shard is None,
+            shared=self._store_shared,
+        )
         self._store = await self._stack.enter_async_context(store)
         secret = await asyncio.to_thread(self._signing_secret, store)
         self.keys = SessionKeys(secret, self._admin_key)
@@ -129,7 +138,7 @@ class LocalGateway:
         self.header_keys = HeaderKeys(store, self.keys, self.sessions, self._clock, owns)
         if self.shard:
             await self._stack.enter_async_context(self.shard)
-        self.calls = Calls(
+        self.calls = self._make_calls(
             store=store,
             sessions=self.sessions,
             engine=self.engine,
@@ -320,6 +329,7 @@ class LocalGateway:
             excluded=(*assembled.excluded, *self.dangling(session)),
             turns=tuple(turns),
             images=self._images(session.id, assembled.trajectories),
+            refused=session.refused,
         )
 
     def _images(self, session_id: str, rows: Sequence[Trajectory]) -> tuple[Image, ...]:
@@ -366,7 +376,7 @@ class LocalGateway:
     async def record_outcome(self, session: Session, statement: OutcomeReport, *, verdict: bool) -> None:
         """Stores an outcome, then delivers it to the transport."""
         if self._outbox is None and statement.record is not None and session.row.spec.exp_id is not None:
-            raise bad_request("this gateway passes no outcomes on", "start it with --outcomes")
+            raise bad_request("this gateway does not forward outcomes", "start it with --outcomes")
         late = None
         if self._outbox and not verdict:
             late = outcomes.late(session.row, statement, turns_of(session), self.limits)

@@ -18,7 +18,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from afield.errors import UsageError
-from afield.private_files import private_directory, write_once
+from afield.utils.private_files import private_directory, write_once
 
 PREFIX = "afk-"
 HEADER_PREFIX = "afh-"

@@ -22,7 +22,6 @@ from msgspec import structs
 
 from afield import trajectories
 from afield.errors import Conflict, NotFound
-from afield.exclusions import ExclusionReason
 from afield.gateway import constraints, outcomes, repeats, side_calls
 from afield.gateway.api_error import ApiError, budget_exhausted, conflict
 from afield.gateway.outcomes import DEFAULT_LIMITS, GatewayLimits, OutcomeReport, TurnNames
@@ -38,12 +37,14 @@ from afield.gateway.store import (
     shield_and_wait,
 )
 from afield.interfaces import SessionSpec, SessionState
+from afield.runs.exclusions import ExclusionReason
+from afield.runs.turn_facts import ENGINE_FAILED
 from afield.turn_tree import TurnTree
-from afield.types import Turn, TurnStatus, check_id
+from afield.types import RefusedCalls, Turn, TurnStatus, check_id
 
 UNDELIVERED = ExclusionReason.UNDELIVERED
-ENGINE_FAILED = "engine-failed"
-"""Tag of a call that the engine failed; it does not count against the budget."""
+MAX_REFUSAL = 500
+"""Characters of a refusal's message that are recorded."""
 
 
 class SessionPhase(StrEnum):
@@ -86,6 +87,7 @@ class Session:
         self.charged = sum(ENGINE_FAILED not in r.turn.tags for r in rows)
         self.commits = max((r.seq for r in rows if r.turn.status is not TurnStatus.DANGLING), default=0)
         self.unsupported = row.totals.unsupported if row.totals else ""
+        self._refused = {refused.code: refused for refused in (row.totals.refused if row.totals else ())}
         self.last_activity = max([row.created, *(r.turn.ended or r.turn.started for r in rows)])
         # After a restart it is unknown whether these were delivered; a repeated request gets them.
         self.maybe_undelivered = {turn.id for turn in self.tree.leaves if turn.status is TurnStatus.COMMITTED}
@@ -337,7 +339,23 @@ class Session:
             last_activity=self.last_activity,
             excluded=self.excluded,
             unsupported=self.unsupported,
+            refused=self.refused,
         )
+
+    @property
+    def refused(self) -> tuple[RefusedCalls, ...]:
+        """Refused model calls, by class of error."""
+        return tuple(self._refused.values())
+
+    def refuse(self, error: ApiError) -> None:
+        """Counts a refused model call; calls after the end of the session are not counted."""
+        if self.closed:
+            return
+        now = self._clock()
+        before = self._refused.get(error.code)
+        count, first = (before.count, before.first) if before else (0, now)
+        text = error.text[:MAX_REFUSAL]
+        self._refused[error.code] = RefusedCalls(error.code, error.status, count + 1, text, first, now)
 
     def state(self) -> SessionState:
         now = self._clock()
@@ -424,6 +442,7 @@ def state_of(row: SessionRow, totals: SessionTotals, **now: Any) -> SessionState
         created=row.created,
         last_activity=totals.last_activity,
         unsupported=totals.unsupported,
+        refused=totals.refused,
         **now,
     )
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from afield.exclusions import (
+from afield.gateway.api_error import bad_request
+from afield.gateway.model_request import ModelRequest
+from afield.runs.exclusions import (
     FINGERPRINTS,
     REASONS,
     SIDE,
@@ -19,8 +21,6 @@ from afield.exclusions import (
     SideCalls,
     digest,
 )
-from afield.gateway.api_error import bad_request
-from afield.gateway.model_request import ModelRequest
 from afield.types import Turn, TurnStatus
 
 _YES, _NO = ("1", "true"), ("", "0", "false")

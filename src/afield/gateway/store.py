@@ -1,8 +1,11 @@
-"""Gateway store: sessions, turns, images and keys in one SQLite file (WAL).
+"""Gateway store: sessions, turns, images and keys in one SQLite file.
 
 One thread writes everything that waits in one transaction, then resolves the callers' futures. When
 `put_` returns, the row survives a kill -9; `durable=True` adds an fsync per group for power failures. A
 row with the same key is replaced: an intent becomes its turn.
+
+An exclusive store belongs to the process that opened it last. An earlier one that still runs, for example
+after it was suspended or cut off from the network, can write nothing more.
 """
 
 from __future__ import annotations
@@ -24,12 +27,12 @@ from typing import Any, Self, TypeVar
 import msgspec
 from msgspec import Struct
 
-from afield import sqlite
 from afield.errors import Unavailable, UsageError
 from afield.gateway.model_request import Scores
 from afield.interfaces import Image, SessionSpec
-from afield.private_files import private_directory
-from afield.types import Failure, Turn
+from afield.types import Failure, RefusedCalls, Turn
+from afield.utils import sqlite
+from afield.utils.private_files import private_directory
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value BLOB NOT NULL);
@@ -75,6 +78,8 @@ class SessionTotals(Struct, frozen=True, kw_only=True):
     """Excluded tokens by reason."""
     unsupported: str = ""
     """Reason why the model cannot serve the session's agent; see `SessionState`."""
+    refused: tuple[RefusedCalls, ...] = ()
+    """Refused model calls, by class of error."""
 
 
 class Delivery(StrEnum):
@@ -176,9 +181,17 @@ Writing = tuple[list[Statement], asyncio.Future[None]]
 class GatewayStore:
     """SQLite store of a gateway."""
 
-    def __init__(self, path: Path, *, durable: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, durable: bool = False, exclusive: bool = False, shared: bool = False
+    ) -> None:
+        """`exclusive` ends the writes of every process that opened the store before.
+
+        `shared` is for a file system of several machines.
+        """
         self._path = path
         self._durable = durable
+        self._journal: sqlite.Journal = "TRUNCATE" if shared else "WAL"
+        self._owner = secrets.token_bytes(16) if exclusive else None
         self._queue: queue.SimpleQueue[tuple[list[Statement], asyncio.Future[None]] | None] = (
             queue.SimpleQueue()
         )
@@ -367,11 +380,21 @@ class GatewayStore:
     def _commit(self, connection: sqlite3.Connection, statements: list[Statement]) -> Unavailable | None:
         try:
             with sqlite.transaction(connection):
+                self._check_owner(connection)
                 for sql, run in groupby(statements, key=itemgetter(0)):
                     connection.executemany(sql, [values for _, values in run])
         except sqlite3.Error as error:
             return Unavailable(f"cannot write {self._path}: {error}")
+        except Unavailable as error:
+            return error
         return None
+
+    def _check_owner(self, connection: sqlite3.Connection) -> None:
+        if self._owner is None:
+            return
+        row = connection.execute("SELECT value FROM meta WHERE key='owner'").fetchone()
+        if row is None or row[0] != self._owner:
+            raise Unavailable(f"another gateway process has taken over {self._path}; this one must end")
 
     def _prepare(self) -> None:
         try:
@@ -379,6 +402,8 @@ class GatewayStore:
             connection = self._connect(SCHEMA)
             for key, value in (("id", secrets.token_hex(16).encode()), ("format", FORMAT.encode())):
                 connection.execute("INSERT OR IGNORE INTO meta VALUES (?,?)", (key, value))
+            if self._owner is not None:
+                connection.execute("INSERT OR REPLACE INTO meta VALUES ('owner',?)", (self._owner,))
             connection.commit()
             stored_format = (
                 connection.execute("SELECT value FROM meta WHERE key='format'").fetchone()[0].decode()
@@ -392,7 +417,8 @@ class GatewayStore:
             )
 
     def _connect(self, schema: str = "") -> sqlite3.Connection:
-        return sqlite.connect(self._path, schema, synchronous="FULL" if self._durable else "NORMAL")
+        synchronous = "FULL" if self._durable else "NORMAL"
+        return sqlite.connect(self._path, schema, synchronous=synchronous, journal=self._journal)
 
 
 def _named_by(key_id: str) -> tuple[str, str]:

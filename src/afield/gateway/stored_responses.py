@@ -160,7 +160,7 @@ class StoredResponses:
         if parts["rest"]:
             return self._input_items(session, row, dict(params), include)
         if dict(params).get("stream") == "true":
-            raise bad_request("a stored response is not streamed again", "fetch it without stream")
+            raise bad_request("a stored response cannot be streamed", "fetch it without stream")
         return await self._response(session, row, include)
 
     def _row(self, session: Session, response_id: str) -> TurnRow:
@@ -226,7 +226,7 @@ def _page(items: list[Json], params: Mapping[str, str]) -> Json:
     if (after := params.get("after")) is not None:
         places = [n for n, item in enumerate(items) if item["id"] == after]
         if not places:
-            raise bad_request(f"after={after!r} is no item of this list")
+            raise bad_request(f"after={after!r} is not an item of this list")
         items = items[places[0] + 1 :]
     page = items[: int(limit)]
     ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": "", "last_id": ""}

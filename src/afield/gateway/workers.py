@@ -13,12 +13,12 @@ from enum import StrEnum
 
 from msgspec import Struct, structs
 
-from afield.backoff import Backoff
 from afield.errors import AfieldError, Conflict, NotFound, Unavailable, UsageError
 from afield.gateway.failover import ResumableCall
 from afield.gateway.weight_check import check_weights_match, read_probe
 from afield.interfaces import Engine, EngineInfo, Image, Pausable
 from afield.interfaces.weight_probe import WeightProbe
+from afield.utils.backoff import Backoff
 
 
 class WorkerHealth(StrEnum):

@@ -4,13 +4,22 @@ A new backend implements one of these protocols and passes its contract suite in
 """
 
 from afield.interfaces.engine import Chunk, Engine, EngineInfo, GenerateRequest, Image, Pausable, Queueing
-from afield.interfaces.gateway import Gateway, SessionCredentials, SessionRecord, SessionSpec, SessionState
-from afield.interfaces.runtime import Capabilities, Exit, Phase, Runtime, SessionStatus
+from afield.interfaces.gateway import (
+    Gateway,
+    GatewayEndpoint,
+    GatewayLauncher,
+    SessionCredentials,
+    SessionRecord,
+    SessionSpec,
+    SessionState,
+)
+from afield.interfaces.runtime import Capabilities, Exit, Phase, Runtime, SessionStatus, TaskPreparer
 from afield.interfaces.sandbox import ExecResult, Sandbox
-from afield.interfaces.trainer import Publisher, StepReport, Trainer
+from afield.interfaces.trainer import AsyncSaver, Publisher, StepReport, Trainer
 from afield.interfaces.transport import Fence, PendingAttempt, Transport
 
 __all__ = [
+    "AsyncSaver",
     "Capabilities",
     "Chunk",
     "Engine",
@@ -19,6 +28,8 @@ __all__ = [
     "Exit",
     "Fence",
     "Gateway",
+    "GatewayEndpoint",
+    "GatewayLauncher",
     "GenerateRequest",
     "Image",
     "Pausable",
@@ -34,6 +45,7 @@ __all__ = [
     "SessionState",
     "SessionStatus",
     "StepReport",
+    "TaskPreparer",
     "Trainer",
     "Transport",
 ]

@@ -6,12 +6,23 @@ Agents use the gateway through the dialects in `afield.gateway.dialects`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 from msgspec import Struct, field
 
 from afield.settings.sessions import SessionPolicies
-from afield.types import Budget, Exclusion, Failure, Image, Policy, Sampling, Split, Trajectory, Turn
+from afield.types import (
+    Budget,
+    Exclusion,
+    Failure,
+    Image,
+    Policy,
+    RefusedCalls,
+    Sampling,
+    Split,
+    Trajectory,
+    Turn,
+)
 from afield.wire import Submission
 
 
@@ -38,8 +49,9 @@ class SessionSpec(SessionPolicies, frozen=True, kw_only=True, forbid_unknown_fie
     """Training or validation."""
     scope: tuple[Literal["infer", "reward", "read"], ...] = ("infer", "reward")
     """Operations that the agent's key permits."""
-    reward_from: Literal["agent", "verifier"] = "agent"
-    """Key that may give the reward. With "verifier" the agent's key may only call the model and submit."""
+    reward_from: Literal["agent", "verifier", "caller"] = "agent"
+    """Who gives the reward. With "verifier" the agent's key may only call the model and submit; with "caller"
+    an outcome needs no reward, because the collector gets it after the session."""
     verdicts: int = 1
     """Number of failed verdicts after which the failure counts."""
     sampling: Sampling = Sampling()
@@ -120,6 +132,8 @@ class SessionState(Struct, frozen=True, kw_only=True):
     """Seconds that calls waited for an engine, summed over calls."""
     unsupported: str = ""
     """Why the model cannot serve this agent's requests, independent of the task; empty if it can."""
+    refused: tuple[RefusedCalls, ...] = ()
+    """Model calls that were refused, by class of error."""
 
 
 class SessionRecord(Struct, frozen=True, kw_only=True):
@@ -133,6 +147,8 @@ class SessionRecord(Struct, frozen=True, kw_only=True):
     """All model calls, in order."""
     images: tuple[Image, ...] = ()
     """Images of the trajectories, each once."""
+    refused: tuple[RefusedCalls, ...] = ()
+    """Model calls that the gateway refused, by class of error."""
 
 
 class Gateway(Protocol):
@@ -166,4 +182,42 @@ class Gateway(Protocol):
 
     async def publish(self, policy: Policy, path: str) -> None:
         """Load the weights in `path` into all engines as this version. A lower version raises Conflict."""
+        ...
+
+
+class GatewayEndpoint(Struct, frozen=True, kw_only=True):
+    """A started gateway of a pool."""
+
+    url: str
+    """URL by which the pool reaches it."""
+    admin_key: str
+    """Its admin key."""
+    host: str
+    """Host name of its machine."""
+    pid: int
+    """Its process id on that machine."""
+    started: str
+    """Start time of the process, see `process_tree.start_time`."""
+    keeps_sessions: bool = True
+    """Whether it has the store, and so the sessions, of the gateway that it replaces."""
+
+
+class GatewayLauncher(Protocol):
+    """Starts, watches and stops the gateways of a pool, which are numbered from 0."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *exc: object) -> None:
+        """Stop all gateways."""
+        ...
+
+    async def start(self, number: int) -> GatewayEndpoint:
+        """Start a gateway and wait until it serves; an earlier one of this number is killed first.
+
+        Raises UsageError if its settings are wrong, otherwise Unavailable.
+        """
+        ...
+
+    async def ended(self, number: int) -> str:
+        """Wait until a started gateway has ended; returns why."""
         ...

@@ -6,11 +6,11 @@ Runtimes report that a process, container or job ended; outcomes arrive through 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 from msgspec import Struct
 
-from afield.types import Attempt, Failure
+from afield.types import Attempt, Failure, Task
 
 
 class Exit(Struct, frozen=True):
@@ -126,4 +126,16 @@ class Runtime(Protocol):
 
     async def logs(self, attempt: Attempt) -> str:
         """Output of the attempt, or its last part; empty if none is kept."""
+        ...
+
+
+@runtime_checkable
+class TaskPreparer(Protocol):
+    """Runtime that builds the environments of tasks, such as the Dockerfiles of Harbor tasks."""
+
+    async def prepare(self, task: Task) -> None:
+        """Build the environment of a task before an attempt at it is launched; repeating is harmless.
+
+        The task is whole: unlike the payload, it has its `hidden` object. Raises RolloutFailure.
+        """
         ...

@@ -5,13 +5,13 @@ Calls block; the training loop runs them in a thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from msgspec import Struct, field
 
-from afield.token_account import TokenAccount
+from afield.runs.token_account import TokenAccount
 from afield.types import Group
 
 
@@ -28,6 +28,10 @@ class StepReport(Struct, frozen=True, kw_only=True):
     """Metrics of the trainer, written to metrics.jsonl unchanged."""
     account: TokenAccount | None = None
     """Token account of the groups; None counts all tokens with a reward as trained."""
+    advantages: dict[str, float] = field(default_factory=dict)
+    """Advantages by rollout id, each averaged over the rollout's turns; empty if the trainer has none."""
+    records: dict[str, bytes] = field(default_factory=dict)
+    """Encoded training records (`training_record.TokenRecord`) by rollout id; empty if it keeps none."""
 
 
 class Trainer(Protocol):
@@ -55,6 +59,18 @@ class Trainer(Protocol):
 
     def restore(self, directory: Path) -> None:
         """Read a checkpoint; raises DamagedFile if it is incomplete."""
+        ...
+
+
+@runtime_checkable
+class AsyncSaver(Protocol):
+    """Trainer that writes checkpoints while it trains on."""
+
+    def begin_save(self, directory: Path) -> Callable[[], None]:
+        """Copy the state and begin to write a checkpoint of it.
+
+        The returned function waits until it is complete; at most one checkpoint is written at a time.
+        """
         ...
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 
 from msgspec import Struct
 
-from afield.types import Attempt, Rollout
+from afield.types import Attempt, RewardSource, Rollout
 from afield.wire import Invocation, OutcomeRecord
 
 
@@ -30,6 +30,8 @@ class PendingAttempt(Struct, frozen=True):
     """Rollout that is tried."""
     attempt: Attempt
     """Attempt to wait for."""
+    reward_from: RewardSource = "agent"
+    """Who gives the reward; a result without one is a failure unless the caller does."""
 
 
 class Transport(Protocol):

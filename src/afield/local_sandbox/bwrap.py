@@ -27,6 +27,7 @@ WORK = "/work"
 # Writable directories, separate for each sandbox. Mounts below them stay visible.
 SCRATCH = ("/run", "/tmp", "/var/tmp", WORK)
 IMAGE = "/.image"
+LAYERS = "/.layers"
 STAGE = "/.stage"
 HIDDEN_PROC = "/.hidden"
 EMPTY = "/.empty"
@@ -77,20 +78,20 @@ def _build(program: Program, directory: Path, path: list[str]) -> BwrapArgs:
         )
     agent, more = _agent(program, path)
     path = [*more, *path]
-    asked = [*PYTHON, *path, *agent, *program.mounts]
-    shown = _outermost(asked)
-    folders = _folders(agent, shown)
-    sealed = [place for place in shown if Path(place).is_dir() and place not in _outermost(PYTHON)]
+    paths = [*PYTHON, *path, *agent, *program.mounts]
+    mounts = _outermost(paths)
+    folders = _folders(agent, mounts)
+    sealed = [place for place in mounts if Path(place).is_dir() and place not in _outermost(PYTHON)]
     for place in program.mounts:
         if not Path(place).exists():
             raise UsageError(f"mounts: there is no {place} on this machine")
     command = [bubblewrap, *_namespaces(), *_system(directory)]
     for place in folders:
         command += ["--size", str(2**20), "--tmpfs", place]
-    for place in shown:
+    for place in mounts:
         command += ["--ro-bind", place, place]
     sockets, states = _find_sockets_and_state(sealed)
-    hidden = list(_hidden_mounts((*program.hidden, *states), shown))
+    hidden = list(_hidden_mounts((*program.hidden, *states), mounts))
     command += _cover_args(hidden, sockets)
     for place in folders:
         command += ["--remount-ro", place]
@@ -100,9 +101,11 @@ def _build(program: Program, directory: Path, path: list[str]) -> BwrapArgs:
                 f"image {program.root!r} is not a directory; name a directory with a root file system"
             )
         command += ["--ro-bind", str(Path(program.root).resolve()), IMAGE]
+    if program.layers:
+        command += ["--ro-bind", str(Path(program.layers).resolve()), LAYERS]
     command += ["--remount-ro", "/", "--chdir", WORK, "--"]
     command += [sys.executable, "-I", "-u", "-c", RUN.replace("{path!r}", repr(path))]
-    mounted = _outermost((*shown, *folders))
+    mounted = _outermost((*mounts, *folders))
     return BwrapArgs(tuple(command), tuple(mounted), tuple(sealed), tuple(hidden))
 
 
@@ -168,7 +171,9 @@ def _system(directory: Path) -> list[str]:
     command += _dev_and_proc()
     for place in SCRATCH:
         command += ["--size", str(256 * 2**20), "--tmpfs", place]
-    return [*command, "--dir", EMPTY, "--dir", IMAGE, "--dir", STAGE, "--dir", f"{HIDDEN_PROC}/proc"]
+    for place in (EMPTY, IMAGE, LAYERS, STAGE, f"{HIDDEN_PROC}/proc"):
+        command += ["--dir", place]
+    return command
 
 
 def _dev_and_proc() -> list[str]:
@@ -246,7 +251,7 @@ def _existing(places: Iterable[str]) -> list[str]:
 def _outermost(places: Iterable[str]) -> list[str]:
     """Paths that are neither inside another one nor inside /usr."""
     kept: list[str] = []
-    for place in sorted({str(shown(Path(p))) for p in places for shown in (Path.resolve, Path.absolute)}):
+    for place in sorted({str(path) for p in places for path in (Path(p).resolve(), Path(p).absolute())}):
         if not any(Path(place).is_relative_to(outer) for outer in ("/usr", *kept)):
             kept.append(place)
     return kept
@@ -257,7 +262,7 @@ def _hidden_mounts(hidden: Iterable[str], mounted: Iterable[str]) -> Iterator[st
     done: list[Path] = []
     for place in sorted({Path(h).resolve() for h in hidden}):
         inside = any(place.is_relative_to(outer) for outer in mounted)
-        needed = any(Path(shown).is_relative_to(place) for shown in mounted)
+        needed = any(Path(mount).is_relative_to(place) for mount in mounted)
         if inside and not needed and place.exists() and not any(map(place.is_relative_to, done)):
             done.append(place)
             yield str(place)

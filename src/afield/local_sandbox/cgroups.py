@@ -15,8 +15,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from afield.process_tree import start_time
 from afield.settings.runtimes import ResourceLimits
+from afield.utils.process_tree import start_time
 
 KINDS = ("cpu", "memory", "pids")
 PREFIX = "afield-sandboxes-"

@@ -162,12 +162,12 @@ def _reap_all() -> bool:
 
 
 def _descendants(pid: int, until: float) -> list[int]:
-    children, found, pending = _children_by_parent(until), [], [pid]
+    children, descendants, pending = _children_by_parent(until), [], [pid]
     while pending:
         direct = children.get(pending.pop(), ())
-        found += direct
+        descendants += direct
         pending += direct
-    return found
+    return descendants
 
 
 def _children_by_parent(until: float = math.inf) -> dict[int, list[int]]:

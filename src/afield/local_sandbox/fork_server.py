@@ -30,6 +30,7 @@ from afield.local_sandbox.messages import (
     BwrapArgs,
     Channel,
     KillSandbox,
+    Layer,
     OpenForkServer,
     ProcessExit,
     Program,
@@ -42,10 +43,10 @@ from afield.local_sandbox.messages import (
     pair,
 )
 from afield.local_sandbox.process import SandboxProcess
-from afield.log_tail import tail
-from afield.process_tree import start_time
 from afield.settings.runtimes import ResourceLimits
 from afield.types import Reason
+from afield.utils.log_tail import tail
+from afield.utils.process_tree import start_time
 
 CLOSE_S = 15.0
 TAIL_BYTES = 4_000
@@ -201,11 +202,14 @@ class ForkServer:
         env: Mapping[str, str] | None = None,
         limits: ResourceLimits | None = None,
         timeout_s: float | None = None,
+        layer: Layer | None = None,
+        changes: bool = False,
     ) -> SandboxProcess:
         """Start a sandbox and wait until its port accepts connections.
 
-        `allow` lists the addresses that it reaches, by the names given. Raises InfrastructureFailure with the
-        log tail if it does not start.
+        `allow` lists the addresses that it reaches, by the names given. `layer` is a directory in the
+        program's `layers`; with `changes`, `/.changes` shows the files that the sandbox adds to it. Raises
+        InfrastructureFailure with the log tail if it does not start.
         """
         number, log = next(self._ids), self._log_dir / f"{name}.log"
         allow = tuple(dict.fromkeys(allow))
@@ -214,10 +218,13 @@ class ForkServer:
             name=name,
             log=str(log),
             allow=allow,
-            env=dict(env or {}),
+            env={**(layer.env if layer else {}), **(env or {})},
             limits=limits or self._limits,
             port=self._port(allow),
             timeout_s=timeout_s or self._timeout_s,
+            layer=Path(layer.path).name if layer else "",
+            cwd=layer.workdir if layer else "",
+            changes=changes,
         )
         future = self._starting[number] = asyncio.get_running_loop().create_future()
         self._names[number] = name, log

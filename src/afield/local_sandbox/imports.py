@@ -56,10 +56,10 @@ def import_closure(file: Path) -> Closure:
             top = name.partition(".")[0]
             for place in _beside(root, top):
                 files[str(place)] = None
-                for found, package in _sources(place, top):
-                    if found not in sources:
-                        sources[found] = package
-                        waiting.append(found)
+                for source_file, package in _sources(place, top):
+                    if source_file not in sources:
+                        sources[source_file] = package
+                        waiting.append(source_file)
     return Closure(tuple(sorted(files)), tuple(sorted(map(str, sources))), tuple(sorted(modules)))
 
 
@@ -105,8 +105,8 @@ def _beside(root: Path, top: str) -> list[Path]:
     """Module or package with that name in `root`, as Python finds it there."""
     if (package := root / top).is_dir() and (_is_package(package)):
         return [package]
-    found = [path for path in (root / f"{top}.py",) if path.is_file()]
-    return found or sorted(root.glob(f"{top}.*.so"))
+    modules = [path for path in (root / f"{top}.py",) if path.is_file()]
+    return modules or sorted(root.glob(f"{top}.*.so"))
 
 
 def _is_package(folder: Path) -> bool:

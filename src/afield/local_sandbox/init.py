@@ -101,7 +101,7 @@ def run_sandbox(start: StartSandbox, load: LoadProgram, app: Any, channel: socke
             transmit(channel, ProgramExited(problem=f"the sandbox cannot be created: {error}"))
         os._exit(1)
     if init.start_program():
-        _run(start, load, app, listener)
+        _run(load, app, listener)
 
 
 class InitProcess:
@@ -130,9 +130,9 @@ class InitProcess:
         start, program = self._start, self._load.program
         hosts, sockets = namespaces.listen_for(start.allow)
         self._reached = {sock.getsockname()[:2] for sock in sockets}
-        shown = program.mounts if program.root else self._load.bwrap.mounted
-        namespaces.mount_all(start.limits, shown, hosts, image=bool(program.root))
-        os.chdir(WORK)
+        mounts = program.mounts if program.root else self._load.bwrap.mounted
+        namespaces.mount_all(start, mounts, hosts, image=bool(program.root))
+        os.chdir(start.cwd or WORK)
         transmit(self._channel, NamespacesReady(), [sock.fileno() for sock in sockets])
         for sock in sockets:
             sock.close()
@@ -196,8 +196,8 @@ class InitProcess:
         room = os.statvfs(WORK)
         if not self._full and (room.f_bavail == 0 or room.f_ffree == 0):
             self._full = room.f_blocks > 0
-            what = "disk_mb" if room.f_bavail == 0 else "number of files (from disk_mb)"
-            self._log.write(f"[sandbox] limit {what} reached\n".encode())
+            limit = "disk_mb" if room.f_bavail == 0 else "number of files (from disk_mb)"
+            self._log.write(f"[sandbox] limit {limit} reached\n".encode())
 
     def _receive_listener(self, listener_socket: socket.socket, poll: select.poll) -> None:
         """Receive the descriptor of the program's seccomp listener, which reports denied calls."""
@@ -265,7 +265,7 @@ def _listens(port: int) -> bool:
     return False
 
 
-def _run(start: StartSandbox, load: LoadProgram, app: Any, listener: socket.socket | None) -> None:
+def _run(load: LoadProgram, app: Any, listener: socket.socket | None) -> None:
     program = load.program
     if isinstance(app, serving.Prepared) and listener is not None:
         serving.serve(app, listener, once=program.once)

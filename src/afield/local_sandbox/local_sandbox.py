@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Self
 
 from afield.errors import UsageError
 from afield.interfaces.sandbox import ExecResult
 from afield.local_sandbox.fork_server import ForkServer, new_socket_directory
-from afield.local_sandbox.messages import Program
+from afield.local_sandbox.messages import Layer, Program
 from afield.local_sandbox.process import EXEC_S, SandboxProcess
 from afield.settings.runtimes import SandboxOptions
 
@@ -23,11 +24,22 @@ PLAIN = SandboxOptions()
 class LocalSandbox:
     """Sandbox on this machine.
 
-    `image` is a directory with a root file system; empty uses this machine's system.
+    `image` is a directory with a root file system; empty uses this machine's system. With a `layer` over this
+    system, all directories are writable. With `changes`, `/.changes` shows what the sandbox adds to it.
     """
 
-    def __init__(self, image: str = "", options: SandboxOptions = PLAIN) -> None:
-        self._program = Program(root=image, mounts=options.mounts, env=options.env)
+    def __init__(
+        self,
+        image: str = "",
+        options: SandboxOptions = PLAIN,
+        *,
+        layer: Layer | None = None,
+        changes: bool = False,
+    ) -> None:
+        layers = str(Path(layer.path).parent) if layer else ""
+        self._program = Program(root=image, mounts=options.mounts, env=options.env, layers=layers)
+        self._layer = layer
+        self._changes = changes
         self._options = options
         self._allow = tuple(address(text) for text in options.allow)
         self._stack = AsyncExitStack()
@@ -40,7 +52,9 @@ class LocalSandbox:
         )
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(fork_server)
-            self._sandbox = await fork_server.start("sandbox", allow=self._allow)
+            self._sandbox = await fork_server.start(
+                "sandbox", allow=self._allow, layer=self._layer, changes=self._changes
+            )
             self._stack = stack.pop_all()
         return self
 

@@ -65,12 +65,14 @@ class Program(Struct, frozen=True, kw_only=True):
     """Directory with a root file system to use instead of this machine's; writes stay in the sandbox. Empty
     uses this machine's.
     """
+    layers: str = ""
+    """Directory of the layers that sandboxes may have; it is not visible in them."""
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.target, self.script, self.argv))) > 1:
             raise UsageError("a program has at most one of target, script and argv")
         if self.root and (self.target or self.script):
-            raise UsageError(f"root {self.root!r}: an image runs commands only, not a target or script")
+            raise UsageError(f"root {self.root!r}: a program in an image must be argv, not target or script")
 
     @property
     def name(self) -> str:
@@ -79,6 +81,17 @@ class Program(Struct, frozen=True, kw_only=True):
     @property
     def empty(self) -> bool:
         return not (self.target or self.script or self.argv)
+
+
+class Layer(Struct, frozen=True, kw_only=True):
+    """File system layer over this machine's system, with a writable one above it."""
+
+    path: str
+    """Directory with the files of the layer, as seen from the root directory."""
+    workdir: str = "/"
+    """Working directory of the sandbox."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables to add."""
 
 
 class ProcessExit(Struct, frozen=True, kw_only=True):
@@ -182,6 +195,14 @@ class StartSandbox(Struct, frozen=True, kw_only=True, tag=True):
     """Port that the program serves; 0 if it serves none."""
     timeout_s: float = 60.0
     """Time limit until the port accepts connections, in seconds."""
+    layer: str = ""
+    """Name of a layer in `Program.layers`; empty for none."""
+    cwd: str = ""
+    """Working directory; empty uses `/work`."""
+    changes: bool = False
+    """Whether `/.changes` shows the files that the sandbox adds to its layer, and there are no scratch
+    directories.
+    """
     rlimit_memory: bool = False
     """Whether to limit memory per process, because control groups cannot; set by the supervisor."""
 

@@ -15,9 +15,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from afield.local_sandbox import syscalls
-from afield.local_sandbox.bwrap import GROUP, HOSTS, IMAGE, PASSWD, SCRATCH, STAGE, sensitive
-from afield.local_sandbox.messages import Address
-from afield.settings.runtimes import ResourceLimits
+from afield.local_sandbox.bwrap import (
+    GROUP,
+    HOSTS,
+    IMAGE,
+    LAYERS,
+    LINKED,
+    PASSWD,
+    SCRATCH,
+    STAGE,
+    sensitive,
+)
+from afield.local_sandbox.messages import Address, StartSandbox
 
 USER = 1000
 INODES_PER_MB = 128
@@ -26,6 +35,8 @@ BACKLOG = 128
 TERMINALS = 64
 USER_LIMITS = {"max_inotify_instances": 16, "max_inotify_watches": 16_384, "max_user_namespaces": 0}
 NO_SUID_NO_DEV = syscalls.NO_SUID | syscalls.NO_DEV
+CHANGES = "/.changes"
+"""Directory that shows the files a sandbox adds to its layer: those of `/usr` in `usr`, others in `root`."""
 
 
 def enter() -> None:
@@ -34,11 +45,12 @@ def enter() -> None:
     syscalls.map_ids(USER, USER)
 
 
-def mount_all(limits: ResourceLimits, mounted: Sequence[str], hosts: str, *, image: bool) -> None:
+def mount_all(start: StartSandbox, mounted: Sequence[str], hosts: str, *, image: bool) -> None:
     """Mount scratch directories, /dev/pts, /proc and /etc/hosts.
 
-    With `image`, the image's root file system becomes the root.
+    With `image`, the image's root file system becomes the root; with a layer, the layer over this system.
     """
+    limits = start.limits
     syscalls.mount("none", "/", flags=syscalls.REC | syscalls.PRIVATE)
     size = (
         ""
@@ -46,9 +58,21 @@ def mount_all(limits: ResourceLimits, mounted: Sequence[str], hosts: str, *, ima
         else f",size={limits.disk_mb}m,nr_inodes={limits.disk_mb * INODES_PER_MB}"
     )
     syscalls.mount("sandbox", STAGE, "tmpfs", NO_SUID_NO_DEV, f"mode=755{size}")
-    root = _image_root(mounted) if image else ""
+    root = ""
+    if start.layer:
+        root = _layered_root(f"{LAYERS}/{start.layer}", mounted, changes=start.changes)
+    elif image:
+        root = _image_root(mounted)
+    else:
+        _cover(LAYERS)
     # One tmpfs for all of them, so that disk_mb limits their sum.
     for number, place in enumerate((*SCRATCH, "/dev/shm")):
+        if (
+            start.layer
+            and place in SCRATCH
+            and (start.changes or Path(f"{LAYERS}/{start.layer}{place}").exists())
+        ):
+            continue
         fresh = f"{STAGE}/{number}"
         Path(fresh).mkdir()
         Path(fresh).chmod(0o1777)
@@ -66,7 +90,7 @@ def mount_all(limits: ResourceLimits, mounted: Sequence[str], hosts: str, *, ima
     _mount_proc(f"{root}/proc")
     Path(f"{STAGE}/hosts").write_text(hosts)
     syscalls.bind(f"{STAGE}/hosts", f"{root}/etc/hosts", read_only=True)
-    if image:
+    if root:
         syscalls.change_root(root)
     else:
         syscalls.call("umount2", STAGE.encode(), syscalls.DETACH)
@@ -160,8 +184,7 @@ def _image_root(mounted: Sequence[str]) -> str:
     root, upper, work = f"{STAGE}/root", f"{STAGE}/upper", f"{STAGE}/layer"
     for path in (root, upper, work):
         Path(path).mkdir()
-    layers = f"lowerdir={IMAGE},upperdir={upper},workdir={work},userxattr"
-    syscalls.mount("overlay", root, "overlay", NO_SUID_NO_DEV, layers)
+    _overlay(root, IMAGE, upper, work)
     for name in ("dev", "proc", "etc"):
         _mount_point(f"{root}/{name}")
     syscalls.bind("/dev", f"{root}/dev")
@@ -176,6 +199,48 @@ def _image_root(mounted: Sequence[str]) -> str:
             Path(f"{root}{path}").touch()
         syscalls.bind(path, f"{root}{path}")
     return root
+
+
+def _layered_root(layer: str, mounted: Sequence[str], *, changes: bool) -> str:
+    """Root file system: this system, the layer above it, and a writable layer on top."""
+    root, base, upper, usr = f"{STAGE}/root", f"{STAGE}/base", f"{STAGE}/upper", f"{STAGE}/usr"
+    for path in (root, base, upper, usr, f"{STAGE}/layer", f"{STAGE}/layer-usr"):
+        Path(path).mkdir()
+    bound = [str(path) for path in Path("/etc").iterdir() if not os.path.lexists(f"{layer}{path}")]
+    bound += ["/dev", *(place for place in LINKED if Path(place).is_dir() and not Path(place).is_symlink())]
+    bound += mounted
+    # Mount points are in a layer below: the upper one has only what the sandbox writes.
+    shown = (f"{CHANGES}/root", f"{CHANGES}/usr") if changes else ()
+    for path in (*SCRATCH, "/proc", "/usr", *shown):
+        _mount_point(f"{base}{path}")
+    for path in SCRATCH:
+        Path(f"{base}{path}").chmod(0o1777)
+    for path in bound:
+        if Path(path).is_dir():
+            _mount_point(f"{base}{path}")
+        else:
+            _mount_point(f"{base}{Path(path).parent}")
+            Path(f"{base}{path}").touch()
+    for path in map(Path, LINKED):
+        if path.is_symlink():
+            Path(f"{base}{path}").symlink_to(path.readlink())
+    _overlay(root, f"{layer}:{base}", upper, f"{STAGE}/layer")
+    lower = f"{layer}/usr:/usr" if Path(f"{layer}/usr").is_dir() else "/usr"
+    _overlay(f"{root}/usr", lower, usr, f"{STAGE}/layer-usr")
+    for path in bound:
+        syscalls.bind(path, f"{root}{path}")
+    for path, source in zip(shown, (upper, usr), strict=False):
+        syscalls.bind(source, f"{root}{path}", read_only=True)
+    return root
+
+
+def _overlay(place: str, lower: str, upper: str, work: str) -> None:
+    options = f"lowerdir={lower},upperdir={upper},workdir={work},userxattr"
+    syscalls.mount("overlay", place, "overlay", NO_SUID_NO_DEV, options)
+
+
+def _cover(place: str) -> None:
+    syscalls.mount("none", place, "tmpfs", syscalls.READ_ONLY | NO_SUID_NO_DEV, "size=4k")
 
 
 def _mount_point(path: str) -> None:

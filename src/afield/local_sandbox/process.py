@@ -172,7 +172,9 @@ class SandboxProcess:
             asyncio.ensure_future(read_into(buffer, fd)) for buffer, fd in ((out, far_out), (err, far_err))
         ]
         try:
-            done = await self._run_task(ExecCommand, [near_in, near_out, near_err], timeout + GRACE_S, values)
+            reply = await self._run_task(
+                ExecCommand, [near_in, near_out, near_err], timeout + GRACE_S, values
+            )
             # Background processes of the command may keep its output open.
             await asyncio.wait(reading, timeout=DRAIN_S)
         finally:
@@ -180,10 +182,10 @@ class SandboxProcess:
                 task.cancel()
             await asyncio.gather(feeding, *reading, return_exceptions=True)
         return ExecResult(
-            exit_code=done.code,
+            exit_code=reply.code,
             stdout=out.text,
             stderr=err.text,
-            timed_out=done.timed_out,
+            timed_out=reply.timed_out,
             truncated=bool(out.omitted or err.omitted),
         )
 
@@ -192,12 +194,12 @@ class SandboxProcess:
         reading, writing = os.pipe()
         feeding = asyncio.ensure_future(feed(writing, data))
         try:
-            done = await self._run_task(TransferFile, [reading], FILE_S, {"path": path, "write_file": True})
+            reply = await self._run_task(TransferFile, [reading], FILE_S, {"path": path, "write_file": True})
         finally:
             feeding.cancel()
             await asyncio.gather(feeding, return_exceptions=True)
-        if done.code:
-            message = f"{path} cannot be written in {self.name}: {os.strerror(done.code)}"
+        if reply.code:
+            message = f"{path} cannot be written in {self.name}: {os.strerror(reply.code)}"
             raise InfrastructureFailure(message, Reason.UPLOAD)
 
     async def download(self, path: str) -> bytes:
@@ -205,13 +207,13 @@ class SandboxProcess:
         reading, writing = os.pipe()
         content = asyncio.ensure_future(read_all(reading, MAX_DOWNLOAD_BYTES))
         try:
-            done = await self._run_task(TransferFile, [writing], FILE_S, {"path": path, "write_file": False})
+            reply = await self._run_task(TransferFile, [writing], FILE_S, {"path": path, "write_file": False})
             if content.done() and content.result() is None:
                 raise file_too_large(path, self.name)
-            if done.code in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
+            if reply.code in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
                 raise NotFound(f"there is no file {path} in {self.name}")
-            if done.code:
-                message = f"{path} cannot be read in {self.name}: {os.strerror(done.code)}"
+            if reply.code:
+                message = f"{path} cannot be read in {self.name}: {os.strerror(reply.code)}"
                 raise InfrastructureFailure(message, Reason.UPLOAD)
             if (whole := await content) is None:
                 raise file_too_large(path, self.name)
@@ -230,11 +232,11 @@ class SandboxProcess:
         future = self._send_task(make, fds, sandbox=self.id, **values)
         try:
             async with asyncio.timeout(timeout_s):
-                done = await future
+                reply = await future
         except TimeoutError as error:
             raise InfrastructureFailure(
                 f"{self.name} did not answer within {timeout_s:g} s", Reason.DIED
             ) from error
-        if done.problem:
-            raise InfrastructureFailure(f"{self.name}: {done.problem}", Reason.DIED)
-        return done
+        if reply.problem:
+            raise InfrastructureFailure(f"{self.name}: {reply.problem}", Reason.DIED)
+        return reply

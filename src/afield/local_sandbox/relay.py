@@ -82,7 +82,7 @@ class _RelaySide(asyncio.Protocol):
 _Connect = Callable[[Callable[[], _RelaySide]], Awaitable[None]]
 
 
-class Relay:
+class ConnectionRelay:
     """All connections of one sandbox."""
 
     def __init__(self) -> None:

@@ -235,10 +235,10 @@ class SeccompListener:
             self._log(f"{path.decode('utf-8', 'backslashreplace')!r} cannot be written: it is read-only")
 
     def _log_address(self, pid: int, place: int, size: int) -> None:
-        found = _address(_memory(pid, place, size))
-        if found is None or found in self._allowed:
+        address = _address(_memory(pid, place, size))
+        if address is None or address in self._allowed:
             return
-        host, port = found
+        host, port = address
         if ipaddress.ip_address(host).is_loopback and self._listens(port):
             return
         self._log(f"{host}:{port} is not an allowed address")

@@ -14,9 +14,9 @@ import sys
 from types import FrameType
 from typing import Any, NoReturn
 
-from afield.asgi_server import AsgiServer, server_config
 from afield.sdk.app import Entrypoints, Receive, Scope, Send
 from afield.sdk.serve import load
+from afield.utils.asgi_server import AsgiServer, server_config
 
 
 class Prepared:

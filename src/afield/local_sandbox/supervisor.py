@@ -50,7 +50,7 @@ from afield.local_sandbox.messages import (
     pair,
     transmit,
 )
-from afield.local_sandbox.relay import Relay
+from afield.local_sandbox.relay import ConnectionRelay
 from afield.settings.runtimes import ResourceLimits
 
 GROUP_REMOVAL_TIMEOUT_S = 5.0
@@ -78,7 +78,7 @@ class SupervisedProcess:
         self._socket = directory / f"{start.id}.sock"
         self._groups = groups
         self._send = send
-        self._relay = Relay()
+        self._relay = ConnectionRelay()
         self._group: Cgroup | None = None
         self._channel: Channel | None = None
         self._pid = 0

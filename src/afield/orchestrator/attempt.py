@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from contextlib import suppress
+from typing import Any
 
 from msgspec import structs
 
 from afield import wire
-from afield.backoff import Backoff
 from afield.errors import Outage, RolloutFailure, WireError
 from afield.interfaces import Exit, Fence, Gateway, PendingAttempt, Runtime, Transport
 from afield.orchestrator.availability import (
@@ -35,7 +36,9 @@ from afield.orchestrator.state import AttemptRecord, RunState
 from afield.orchestrator.verifier import VerifierRunner
 from afield.orchestrator.watcher import LOOKS, AttemptWatcher, RunningAttempt
 from afield.ratelimit import Limiter, LocalLimiter, RateLimits, Unlimited
+from afield.sdk.results import AGENT_REWARD
 from afield.types import Attempt, Failure, FailureKind, Outcome, Reason, Rollout, Task
+from afield.utils.backoff import Backoff
 from afield.wire import OutcomeRecord
 
 log = logging.getLogger(__name__)
@@ -82,6 +85,10 @@ class AttemptRunner:
         )
         self.cancelled: dict[str, Failure] = {}
         """Cancelled rollouts by id, with the failure that each ends with."""
+        self.times: dict[str, dict[str, float]] = {}
+        """Fields of `RolloutTimes` of the running rollouts, by id."""
+        self.returned: dict[str, dict[str, Any]] = {}
+        """Further values that agents returned in the last attempt with an outcome, by rollout id."""
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
@@ -108,7 +115,9 @@ class AttemptRunner:
     async def run(self, rollout: Rollout, attempt: Attempt, rollout_started_at: float) -> Outcome:
         """Launch an attempt and return its outcome."""
         await asyncio.to_thread(self._run_state.begin_attempt, attempt)
-        running = RunningAttempt(rollout, attempt, rollout_started_at)
+        self._begin_times(rollout.id, attempted=time.time())
+        self.returned.pop(rollout.id, None)
+        running = RunningAttempt(rollout, attempt, rollout_started_at, reward_from=self._config.reward_from)
         running.draw = await asyncio.to_thread(self._draw, rollout.id)
         failure = self.cancelled.get(rollout.id)
         if failure is None:
@@ -124,6 +133,7 @@ class AttemptRunner:
         try:
             failure = await self._launcher.launch(running)
             if failure is None:
+                self._note_time(running, "launched")
                 await asyncio.to_thread(self._run_state.mark_launched, running.pending.attempt)
                 failure = await self._await_outcome(running)
         except Outage:
@@ -132,6 +142,15 @@ class AttemptRunner:
             log.warning("attempt %s: abandoned: %s", running.session_id, describe_error(error))
             failure = failure_from_error(error, "waiting for its outcome failed")
         return failure
+
+    def _begin_times(self, rollout_id: str, **times: float) -> None:
+        """Start the times of an attempt, which replace those of the one before."""
+        before = self.times.setdefault(rollout_id, {})
+        kept = {name: before[name] for name in ("submitted", "started") if name in before}
+        self.times[rollout_id] = {**kept, **times}
+
+    def _note_time(self, running: RunningAttempt, name: str) -> None:
+        self.times.setdefault(running.pending.rollout.id, {})[name] = time.time()
 
     def _draw(self, rollout_id: str) -> str:
         """Key of an attempt's random numbers.
@@ -148,9 +167,10 @@ class AttemptRunner:
     ) -> Outcome | None:
         """Take over an attempt of an earlier process; None if it was abandoned."""
         attempt = tried.attempt
-        running = RunningAttempt(rollout, attempt, rollout_started_at)
+        running = RunningAttempt(rollout, attempt, rollout_started_at, reward_from=self._config.reward_from)
         running.draw = await asyncio.to_thread(self._draw, rollout.id)  # the key that opened its session
         running.launch_requested = True
+        self._begin_times(rollout.id, attempted=tried.started_at, launched=tried.started_at)
         failure = infrastructure_failure("the collector was restarted", Reason.DIED)
         try:
             decided = await self._read_decision(running)
@@ -291,6 +311,7 @@ class AttemptRunner:
             running.progress.ended_at = None if ended is None else ended + loop_time() - asked_at
             return None
         running.progress.grading, running.progress.ended_at = True, None
+        self._note_time(running, "grading")
         running.progress.completed_at = running.progress.completed_at or loop_time()
         grading = asyncio.create_task(self._verifier.grade(running, submission))
         grading.add_done_callback(lambda _: running.changed.set())
@@ -316,6 +337,7 @@ class AttemptRunner:
 
     async def _decide(self, running: RunningAttempt, failure: Failure | None) -> Outcome:
         """Return the committed outcome, or fence the attempt with this failure; then tear it down."""
+        self._note_time(running, "outcome")
         if failure and running.wait_error:
             message = f"{failure.message}; its runtime cannot tell its end: {running.wait_error}"
             failure = structs.replace(failure, message=message)
@@ -333,7 +355,8 @@ class AttemptRunner:
         else:
             self._watcher.used.append(running.pending.attempt)
         if isinstance(decision, OutcomeRecord):
-            outcome = _checked(decision.outcome, running.pending.attempt)
+            outcome = _checked(decision.outcome, running.pending)
+            self.returned[outcome.rollout_id] = decision.extra
         else:
             attempt = running.pending.attempt
             outcome = wire.failed(
@@ -410,8 +433,16 @@ def _probe_attempt(exp_id: str) -> PendingAttempt:
     return PendingAttempt(rollout, Attempt(rollout.id, 1))
 
 
-def _checked(outcome: Outcome, attempt: Attempt) -> Outcome:
-    if (outcome.rollout_id, outcome.attempt) == (attempt.rollout_id, attempt.n):
+def _checked(outcome: Outcome, waiting: PendingAttempt) -> Outcome:
+    """The outcome of this attempt, with a reward of the agent as a metric if the caller gives rewards."""
+    attempt = waiting.attempt
+    if (outcome.rollout_id, outcome.attempt) != (attempt.rollout_id, attempt.n):
+        message = f"the outcome stored for {attempt.session_id} says it is of {outcome.session_id}"
+    elif outcome.reward_pending and waiting.reward_from == "agent":
+        message = f"the outcome of {attempt.session_id} has no reward, which the agent gives; return one"
+    elif outcome.reward is not None and outcome.failure is None and waiting.reward_from == "caller":
+        metrics = {**outcome.metrics, AGENT_REWARD: outcome.reward}
+        return structs.replace(outcome, reward=None, reward_pending=True, metrics=metrics)
+    else:
         return outcome
-    message = f"the outcome stored for {attempt.session_id} says it is of {outcome.session_id}"
     return wire.failed(attempt.rollout_id, attempt.n, Failure(FailureKind.VERIFIER, Reason.REWARD, message))

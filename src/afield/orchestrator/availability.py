@@ -17,10 +17,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from afield.backoff import Backoff
 from afield.errors import AfieldError, Outage, RateLimited, RolloutFailure, Unavailable
 from afield.orchestrator.config import RolloutConfig
 from afield.types import Failure, FailureKind, Reason
+from afield.utils.backoff import Backoff
 
 log = logging.getLogger(__name__)
 

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from msgspec import field
 
 from afield.orchestrator.deadlines import Deadlines
 from afield.settings.sessions import SessionPolicies
-from afield.types import Budget, FailureKind, Outcome, Rollout, RolloutResult, Sampling, check_id
+from afield.types import (
+    Budget,
+    FailureKind,
+    Outcome,
+    RewardSource,
+    Rollout,
+    RolloutResult,
+    Sampling,
+    check_id,
+)
 
 DEFAULT_RETRIES = {FailureKind.TASK: 1, FailureKind.VERIFIER: 1, FailureKind.INFRASTRUCTURE: 3}
 
@@ -48,12 +57,18 @@ class RolloutConfig(SessionPolicies, frozen=True, kw_only=True):
     """Sampling parameters of rollouts that have none of their own."""
     budget: Budget = Budget()
     """Limits of each session."""
+    agent_args: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the agent, the same for all tasks; its `Context.args`."""
     deliver: Literal["store", "gateway"] = "store"
     """Where agents deliver outcomes: to the store, or to the gateway, which writes the store."""
     separate_verifier: bool = False
     """Whether a verifier in its own runtime grades submissions; needs `deliver` "gateway"."""
-    no_turns: Literal["refuse", "flag"] = "flag"
-    """A reward for a session without a model call becomes a failure (`refuse`) or a warning (`flag`)."""
+    reward_from: RewardSource = "agent"
+    """Who gives the rewards: the `agent`, whose result without one is a failure, or the `caller` after the
+    rollout has ended."""
+    no_turns: Literal["refuse", "flag", "accept"] = "flag"
+    """A reward for a session without a recorded model call becomes a failure (`refuse`), gives a warning
+    (`flag`), or is normal, because calls are not recorded (`accept`)."""
     rewards: tuple[str, ...] = ()
     """Names of the rewards that an outcome must have, and no others; empty accepts any."""
     max_reward: float = 1e6
@@ -64,6 +79,8 @@ class RolloutConfig(SessionPolicies, frozen=True, kw_only=True):
     """Seconds between two reads of the sessions' state at the gateway."""
     unavailable_timeout_s: float = 600.0
     """Seconds for which a gateway or store that does not answer is retried."""
+    trace_seed: str = ""
+    """Name of the run in the ids of its traces; empty without traces."""
     call_timeout_s: float = 120.0
     """Seconds until one call to the gateway or the store is abandoned and repeated."""
 
@@ -88,9 +105,17 @@ class RolloutConfig(SessionPolicies, frozen=True, kw_only=True):
                 raise ValueError(f"retries of {kind} = {count} must be 0 or more")
         if self.separate_verifier and self.deliver != "gateway":
             raise ValueError(f"a separate verifier needs deliver = 'gateway', not {self.deliver!r}")
+        if self.reward_from == "caller":
+            self._check_caller()
         after = self.straggler_after
         if after is not None and not 1 <= after <= self.rollouts:
             raise ValueError(f"straggler_after {after} must be between 1 and {self.rollouts}, the rollouts")
+
+    def _check_caller(self) -> None:
+        if self.separate_verifier:
+            raise ValueError("a verifier and reward_from = 'caller' both give the rewards; choose one")
+        if self.baseline:
+            raise ValueError("a greedy baseline gets no reward from the caller; leave out baseline")
 
     @property
     def max_verdicts(self) -> int:

@@ -6,6 +6,7 @@
    group with fewer than `quorum` rewards is dropped with a reason.
 4. `GroupScheduler` starts groups in the order of the schedule, as the window and free slots allow, and runs
    validations in between. Groups that an earlier process started come first.
+5. With `DynamicSampling`, a group whose rewards are all equal is replaced by a group of another task.
 """
 
 from __future__ import annotations
@@ -16,21 +17,32 @@ import itertools
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Literal
 
 from msgspec import Struct, structs
 
+from afield.batches.rewards import weighted_sum
 from afield.errors import UsageError, root_cause
 from afield.interfaces import Gateway
 from afield.orchestrator.config import RolloutConfig
+from afield.orchestrator.reward_function import GroupRewards
 from afield.orchestrator.rollout import RolloutRunner
-from afield.orchestrator.state import PendingGroup, RolloutStore, RolloutSummary, RunState
-from afield.types import ID_PATTERN, Group, Rollout, RolloutResult, Sampling, Split, Task, too_few_rewards
+from afield.orchestrator.state import PendingGroup, RolloutStore, RolloutSummary, RunState, poll_pause
+from afield.types import (
+    ID_PATTERN,
+    Group,
+    Outcome,
+    Rollout,
+    RolloutResult,
+    Sampling,
+    Split,
+    Task,
+    too_few_rewards,
+)
 
 log = logging.getLogger(__name__)
-POLL_S = 0.05
 MAX_EXP_ID = 64  # characters; the rest of a rollout id is epoch, task and number
 CUT = "cut: enough of its group were done"
 Mode = Literal["sync", "one-step-off", "async"]
@@ -62,6 +74,36 @@ class CompletedGroup(Struct, frozen=True):
     """Rollout id of the greedy baseline; None without one."""
     drop_reason: str | None
     """Why the group cannot be trained; None if it can."""
+    outcomes: tuple[Outcome, ...] = ()
+    """Outcomes of its rollouts and of the baseline."""
+    tokens: int = 0
+    """Trainable tokens of its rollouts."""
+
+
+class DynamicSampling(Struct, frozen=True, kw_only=True):
+    """Replaces groups with equal rewards, which contribute no gradient, by groups of other tasks (DAPO)."""
+
+    max_refills: int
+    """Largest number of replacements of one group; the last one stays, whatever its rewards."""
+    weights: Mapping[str, float] = {}
+    """Weights of named rewards; empty compares the reward itself."""
+    turns: bool = False
+    """Whether rewards of turns count, with credit `turns`."""
+
+    def replaces(self, completed: CompletedGroup) -> bool:
+        """Whether a group that could be trained has equal rewards only."""
+        if completed.drop_reason is not None:
+            return False
+        carrying = [o for o in completed.outcomes if o.reward_or_floor(0.0) is not None]
+        return len({self._score(outcome) for outcome in carrying}) == 1
+
+    def _score(self, outcome: Outcome) -> tuple[float, ...]:
+        reward = outcome.reward_or_floor(0.0) or 0.0
+        if self.weights and outcome.reward is not None:
+            reward = weighted_sum(outcome, self.weights)
+        by_turn = [*outcome.turn_rewards.values()] if self.turns else []
+        named = [v for rewards in outcome.named_turn_rewards.values() for v in rewards.values()]
+        return (reward, *by_turn, *(named if self.turns else ()))
 
 
 # --- order and staleness -------------------------------------------------------------------------
@@ -94,6 +136,18 @@ class Schedule(Struct, frozen=True):
         seed = f"{self.seed}/{epoch}" if self.shuffle else None
         task = self.tasks[_order(len(self.tasks), seed)[index]]
         return GroupSpec(f"{self.exp_id}-e{epoch}-{slug(task.id)}", task, epoch)
+
+    def refill(self, position: int, number: int) -> GroupSpec:
+        """The group that takes this position after `number` replacements, from 1.
+
+        Its tasks are those of the epoch in another random order, beginning with tasks not tried there.
+        """
+        epoch = self.epoch(position)
+        first = self.group_spec(position).task
+        order = _order(len(self.tasks), f"{self.seed}/refill/{position}")
+        others = [self.tasks[index] for index in order if self.tasks[index].id != first.id] or [first]
+        task = others[(number - 1) % len(others)]
+        return GroupSpec(f"{self.exp_id}-e{epoch}-{slug(task.id)}-p{position}n{number}", task, epoch)
 
 
 @lru_cache(maxsize=8)
@@ -182,11 +236,17 @@ class GroupRunner:
     """Runs all rollouts of a group, and cancels stragglers if configured."""
 
     def __init__(
-        self, config: RolloutConfig, rollout_runner: RolloutRunner, rollout_store: RolloutStore
+        self,
+        config: RolloutConfig,
+        rollout_runner: RolloutRunner,
+        rollout_store: RolloutStore,
+        rewards: GroupRewards | None = None,
     ) -> None:
+        """`rewards` gives the rewards of a group once its rollouts have ended; None leaves them to others."""
         self._config = config
         self._rollout_runner = rollout_runner
         self._rollout_store = rollout_store
+        self._rewards = rewards
 
     @property
     def has_room(self) -> bool:
@@ -224,10 +284,21 @@ class GroupRunner:
         if greedy_task:
             await asyncio.wait([greedy_task])
         outcomes = [task.result().outcome for task in running.values()]
+        if self._rewards is not None:
+            outcomes = await self._rewards.reward(spec.id, tuple(running))
         drop_reason = too_few_rewards(outcomes, self._config.quorum if train else 1)
         if greedy_task:
             drop_reason = drop_reason or baseline_drop_reason(greedy_task.result())
-        return CompletedGroup(spec, tuple(running), baseline.id if baseline else None, drop_reason)
+        if greedy_task:
+            outcomes.append(greedy_task.result().outcome)
+        return CompletedGroup(
+            spec,
+            tuple(running),
+            baseline.id if baseline else None,
+            drop_reason,
+            tuple(outcomes),
+            sum(task.result().tokens for task in running.values()),
+        )
 
     def rollout_ids(self, spec: GroupSpec) -> list[str]:
         return [rollout.id for rollout in self._rollouts(spec)]
@@ -301,7 +372,8 @@ def read_group(rollout_store: RolloutStore, completed: CompletedGroup) -> Group:
 def _has_reward(task: asyncio.Task[RolloutSummary]) -> bool:
     if not task.done() or task.cancelled() or task.exception():
         return False
-    return task.result().outcome.reward_or_floor(0.0) is not None
+    outcome = task.result().outcome
+    return outcome.reward_pending or outcome.reward_or_floor(0.0) is not None
 
 
 # --- all groups ----------------------------------------------------------------------------------
@@ -318,12 +390,21 @@ class Validation(Struct, frozen=True, kw_only=True):
     """Tasks of the validation split."""
     every: int
     """Steps between two validations; one also runs before the first and after the last step."""
+    once: bool = False
+    """Whether the one before the first step is enough, because the weights never change."""
     sampling: Sampling
     """Sampling parameters of validation rollouts."""
     report: Callable[[int, list[RolloutResult]], None]
     """Called with the step and its finished rollouts."""
     reported: Callable[[int], bool] = _never_reported
     """Whether the validation of a step was reported before, by an earlier process."""
+
+
+def validation_specs(exp_id: str, step: int, tasks: Iterable[Task], sampling: Sampling) -> list[GroupSpec]:
+    """Groups of a validation or an evaluation; equal ids give equal random numbers."""
+    return [
+        GroupSpec(f"{exp_id}-val{step}-{slug(task.id)}", task, step, Split.VAL, sampling) for task in tasks
+    ]
 
 
 class GroupScheduler:
@@ -338,7 +419,9 @@ class GroupScheduler:
         run_state: RunState,
         rollout_store: RolloutStore,
         validation: Validation | None = None,
+        dynamic_sampling: DynamicSampling | None = None,
     ) -> None:
+        self._dynamic_sampling = dynamic_sampling
         self._window = window
         self._schedule = schedule
         self._group_runner = group_runner
@@ -353,12 +436,11 @@ class GroupScheduler:
                 if self._validation:
                     tasks.create_task(self._validate(self._validation))
                 for position in await asyncio.to_thread(self._positions):
-                    if position >= await asyncio.to_thread(self._run_state.groups_begun):
-                        await self._wait_for_turn(position)
-                    spec = self._schedule.group_spec(position)
+                    await self._wait_for_turn(position)
+                    spec = await asyncio.to_thread(self._spec, position)
                     step = await self._published_step()
                     await asyncio.to_thread(self._run_state.begin_group, spec.id, position, step)
-                    tasks.create_task(self._run_group(spec))
+                    tasks.create_task(self._run_group(position, spec))
                     await asyncio.sleep(0)  # the group takes its slots before `has_room` is read again
         except BaseExceptionGroup as errors:
             raise root_cause(errors) from errors
@@ -383,16 +465,24 @@ class GroupScheduler:
         return all(map(self._rollout_store.holds, (*rollout_ids, *([baseline] if baseline else []))))
 
     async def _wait_for_turn(self, position: int) -> None:
+        pause = poll_pause()
         while not (
             self._group_runner.has_room and self._window.admits(position, await self._published_step())
         ):
-            await asyncio.sleep(POLL_S)
+            await pause.sleep()
 
     async def _published_step(self) -> int:
         return await asyncio.to_thread(lambda: self._run_state.published_step)
 
-    async def _run_group(self, spec: GroupSpec) -> None:
+    def _spec(self, position: int) -> GroupSpec:
+        number, _ = self._run_state.refilled([position])
+        return self._schedule.refill(position, number) if number else self._schedule.group_spec(position)
+
+    async def _run_group(self, position: int, spec: GroupSpec) -> None:
         completed = await self._group_runner.start_group(spec)
+        while (replacement := await asyncio.to_thread(self._refill, position, completed)) is not None:
+            spec = replacement
+            completed = await self._group_runner.start_group(spec)
         await asyncio.to_thread(
             self._run_state.complete_group,
             spec.id,
@@ -401,12 +491,32 @@ class GroupScheduler:
             completed.drop_reason,
         )
 
+    def _refill(self, position: int, completed: CompletedGroup) -> GroupSpec | None:
+        """Replace a group with equal rewards; returns the group that takes its position, or None."""
+        rule = self._dynamic_sampling
+        number, _ = self._run_state.refilled([position])
+        if rule is None or number >= rule.max_refills or not rule.replaces(completed):
+            return None
+        ids = [*completed.rollout_ids, *([completed.baseline] if completed.baseline else [])]
+        tokens = completed.tokens + self._run_state.wasted_tokens(ids)
+        replacement = self._schedule.refill(position, number + 1)
+        self._run_state.refill_group(
+            completed.spec.id, replacement.id, self._run_state.published_step, tokens
+        )
+        for rollout_id in ids:
+            self._rollout_store.remove(rollout_id)
+        log.info(
+            "group %s: all rewards are equal; task %s takes its place", completed.spec.id, replacement.task.id
+        )
+        return replacement
+
     async def _validate(self, validation: Validation) -> None:
         steps = self._window.steps
-        due = sorted({*range(0, steps, validation.every), steps})
+        due = [0] if validation.once else sorted({*range(0, steps, validation.every), steps})
         for step in due:
+            pause = poll_pause()
             while await self._published_step() < step:
-                await asyncio.sleep(POLL_S)
+                await pause.sleep()
             # Skips a step that was passed while an earlier validation ran: its weights are no longer served.
             passed = step != due[-1] and await self._published_step() >= step + validation.every
             await self._validate_step(step, validation, skip=passed or validation.reported(step))
@@ -414,10 +524,7 @@ class GroupScheduler:
     async def _validate_step(self, step: int, validation: Validation, *, skip: bool) -> None:
         """Run one validation, then remove its rollouts, also those of an earlier process, from the store."""
         exp_id = self._schedule.exp_id
-        specs = [
-            GroupSpec(f"{exp_id}-val{step}-{slug(task.id)}", task, step, Split.VAL, validation.sampling)
-            for task in validation.tasks
-        ]
+        specs = validation_specs(exp_id, step, validation.tasks, validation.sampling)
         if not skip:
             groups = await self._group_runner.collect(specs)
             results = [result for group in groups for result in group.finished]
@@ -429,14 +536,14 @@ class GroupScheduler:
 
 async def wait_for_own_weights(run_state: RunState, gateway: Gateway, *, frozen: bool) -> None:
     """Wait until the gateway samples with this run's weights, not with those of another run."""
-    logged = False
+    logged, pause = False, poll_pause()
     while not await asyncio.to_thread(_serves_own, run_state, await gateway.version(), frozen=frozen):
         if not logged:
             log.warning(
                 "scheduler: the gateway serves other weights; waiting until this run publishes its own"
             )
             logged = True
-        await asyncio.sleep(POLL_S)
+        await pause.sleep()
 
 
 def _serves_own(run_state: RunState, served: int, *, frozen: bool) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from afield import wire
 from afield.errors import Outage, RateLimited, WireError
-from afield.interfaces import Gateway, Runtime, SessionSpec, Transport
+from afield.interfaces import Gateway, Runtime, SessionSpec, TaskPreparer, Transport
 from afield.orchestrator.availability import (
     Availability,
     describe_error,
@@ -28,6 +28,7 @@ from afield.orchestrator.watcher import RunningAttempt
 from afield.ratelimit import Limiter
 from afield.settings.sessions import policies_of
 from afield.types import Attempt, Failure, FailureKind, Reason
+from afield.utils.telemetry import attempt_ids
 from afield.wire import Invocation
 
 log = logging.getLogger(__name__)
@@ -152,8 +153,10 @@ class Launcher:
         return None
 
     async def _payload(self, running: RunningAttempt) -> dict[str, Any]:
-        role = "judged" if self._config.separate_verifier else "agent"
-        return wire.build_payload(running.pending.rollout.task, await self.invocation(running, role))
+        role, task = "judged" if self._config.separate_verifier else "agent", running.pending.rollout.task
+        if isinstance(self._runtime, TaskPreparer):
+            await self._runtime.prepare(task)
+        return wire.build_payload(task, await self.invocation(running, role))
 
     async def invocation(self, running: RunningAttempt, role: str) -> Invocation:
         """Open the session and build the `_rollout` object of an agent or verifier.
@@ -178,7 +181,10 @@ class Launcher:
             model_id=self._config.model_id,
             sampling=rollout.sampling or self._config.sampling,
             seed=int.from_bytes(blake2b(running.draw.encode(), digest_size=4).digest()),
+            args=dict(self._config.agent_args),
+            traceparent=self._traceparent(running.pending.attempt),
             role=role,
+            reward_from=self._config.reward_from,
             **where,
         )
 
@@ -193,13 +199,19 @@ class Launcher:
             input_id=rollout.task.id,
             draw=draw if draw != attempt.session_id else None,
             split=rollout.split,
-            reward_from="verifier" if self._config.separate_verifier else "agent",
+            reward_from="verifier" if self._config.separate_verifier else self._config.reward_from,
             verdicts=self._config.max_verdicts,
             sampling=rollout.sampling or self._config.sampling,
             budget=self._config.budget,
             **policies_of(self._config),
             ttl_s=self._config.deadlines.attempt_timeout_s + GATEWAY_SLACK_S,
+            metadata={"traceparent": parent} if (parent := self._traceparent(attempt)) else {},
         )
+
+    def _traceparent(self, attempt: Attempt) -> str:
+        """Trace context of an attempt; empty without traces."""
+        seed = self._config.trace_seed
+        return attempt_ids(seed, attempt.rollout_id, attempt.session_id).traceparent if seed else ""
 
     async def stop(self, attempt: Attempt) -> None:
         """Stop an agent; a stop that fails is logged."""

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, Self, TypeVar
+
+from msgspec import structs
 
 from afield import wire
 from afield.batches.rewards import validated_outcome
@@ -32,7 +35,17 @@ from afield.orchestrator.availability import (
 from afield.orchestrator.config import RolloutConfig, RolloutObserver
 from afield.orchestrator.state import RolloutStore, RolloutSummary, RunState
 from afield.ratelimit import Limiter
-from afield.types import Attempt, Failure, FailureKind, Outcome, Reason, Rollout, RolloutResult, Split
+from afield.types import (
+    Attempt,
+    Failure,
+    FailureKind,
+    Outcome,
+    Reason,
+    Rollout,
+    RolloutResult,
+    RolloutTimes,
+    Split,
+)
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -130,10 +143,12 @@ class RolloutRunner:
 
     async def _run(self, rollout: Rollout) -> RolloutSummary:
         started_at = loop_time()
+        self._attempt_runner.times[rollout.id] = {"submitted": time.time()}
         try:
             if summary := await self._finished_before(rollout):
                 return summary
             entered = await self._acquire_slot(rollout.id)
+            self._attempt_runner.times[rollout.id]["started"] = time.time()
             try:
                 return await self._run_attempts(rollout, started_at)
             except Unavailable:
@@ -145,6 +160,8 @@ class RolloutRunner:
                     self._slots.release()
         finally:
             self._attempt_runner.cancelled.pop(rollout.id, None)
+            self._attempt_runner.times.pop(rollout.id, None)
+            self._attempt_runner.returned.pop(rollout.id, None)
 
     async def _finished_before(self, rollout: Rollout) -> RolloutSummary | None:
         """Return the summary of a rollout that ended before; None if it has to run.
@@ -185,8 +202,12 @@ class RolloutRunner:
     async def _run_attempts(self, rollout: Rollout, started_at: float) -> RolloutSummary:
         """Run attempts until one counts or the retry budget is used up."""
         records = await asyncio.to_thread(self._run_state.attempts, rollout.id)
-        failures = Counter(t.failure.kind for t in records if t.failure)
         n = len(records)
+        records = records[await asyncio.to_thread(self._run_state.retried_attempts, rollout.id) :]
+        failures = Counter(t.failure.kind for t in records if t.failure)
+        if records:  # an earlier process started it
+            began = records[0].started_at
+            self._attempt_runner.times[rollout.id].update(submitted=began, started=began)
         undecided = records[-1] if records and records[-1].failure is None else None
         outcome = await self._attempt_runner.resume(rollout, undecided, started_at) if undecided else None
         while True:
@@ -280,10 +301,12 @@ class RolloutRunner:
         ), record
 
     def _check_turns(self, outcome: Outcome, record: SessionRecord) -> Outcome:
-        """Apply `no_turns`: a reward without model calls trains nothing but shifts the group's baseline."""
-        if outcome.reward is None or record.turns:
+        """Apply `no_turns`: a reward without model calls trains no token but shifts the group's baseline."""
+        unrewarded = outcome.reward is None and not outcome.reward_pending
+        if unrewarded or record.turns or self._config.no_turns == "accept":
             return outcome
-        message = f"{outcome.session_id} has the reward {outcome.reward:g} and made no model call"
+        reward = "no reward yet" if outcome.reward is None else f"the reward {outcome.reward:g}"
+        message = f"{outcome.session_id} has {reward} and made no model call"
         if self._config.no_turns == "flag":
             log.warning("%s through its gateway", message)
             return outcome
@@ -294,7 +317,16 @@ class RolloutRunner:
         self, rollout: Rollout, outcome: Outcome, record: SessionRecord, n: int
     ) -> RolloutSummary:
         """Write the result to the rollout store and return its summary."""
-        finished = rollout_result(rollout, outcome, record, n)
+        times = RolloutTimes(**self._attempt_runner.times[rollout.id], ended=time.time())
+        extra = self._attempt_runner.returned.get(rollout.id, {})
+        returned, left_out = await asyncio.to_thread(wire.bounded, extra) if extra else ({}, {})
+        if left_out:
+            sizes = ", ".join(f"{name} {size} bytes" for name, size in left_out.items())
+            limit = wire.MAX_RETURNED_BYTES
+            log.warning("rollout %s: returned values beyond %d bytes: %s", rollout.id, limit, sizes)
+        finished = structs.replace(
+            rollout_result(rollout, outcome, record, n, times), returned=returned, returned_left_out=left_out
+        )
         await asyncio.to_thread(self._rollout_store.put, finished)
         self._observer.rollout_finished(finished)
         spans = [span for trajectory in finished.trajectories for span in trajectory.versions]
@@ -315,7 +347,13 @@ async def raise_in_task(error: Exception) -> None:
     raise error
 
 
-def rollout_result(rollout: Rollout, outcome: Outcome, record: SessionRecord, attempts: int) -> RolloutResult:
+def rollout_result(
+    rollout: Rollout,
+    outcome: Outcome,
+    record: SessionRecord,
+    attempts: int,
+    times: RolloutTimes = RolloutTimes(),  # noqa: B008 - frozen
+) -> RolloutResult:
     return RolloutResult(
         rollout=rollout,
         outcome=outcome,
@@ -324,4 +362,6 @@ def rollout_result(rollout: Rollout, outcome: Outcome, record: SessionRecord, at
         turns=record.turns,
         attempts=attempts,
         images=record.images,
+        refused=record.refused,
+        times=times,
     )

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import fcntl
 import json
 import logging
@@ -15,23 +16,29 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from afield.durable_files import write_whole
 from afield.errors import DamagedFile, NotFound, Unavailable, UsageError
-from afield.private_files import private_directory
-from afield.sqlite import Database
+from afield.runs.index import Place, RunIndex, step_line
+from afield.runs.training_record import encode_file, record_file
 from afield.types import Attempt, Failure, FailureKind, Outcome, Reason, RolloutResult, Task
+from afield.utils.backoff import Backoff
+from afield.utils.durable_files import write_whole
+from afield.utils.private_files import private_directory
+from afield.utils.sqlite import Database
 
 log = logging.getLogger(__name__)
 
 STEP_STATE_FILE = "state.json"
+INFO_FILE = "info.json"
+SHOWN_NAMES = 10
+"""Names of runs that an error lists."""
 T = TypeVar("T")
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(RolloutResult)
@@ -43,10 +50,20 @@ CREATE TABLE IF NOT EXISTS groups (id TEXT PRIMARY KEY, position INTEGER NOT NUL
   born INTEGER NOT NULL, ready INTEGER NOT NULL DEFAULT 0, dropped TEXT, step INTEGER);
 CREATE INDEX IF NOT EXISTS untaken ON groups (position) WHERE step IS NULL;
 CREATE TABLE IF NOT EXISTS members (group_id TEXT, n INTEGER, rollout_id TEXT, PRIMARY KEY (group_id, n));
+CREATE TABLE IF NOT EXISTS refills (group_id TEXT PRIMARY KEY, position INTEGER NOT NULL,
+  tokens INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS renumberings (served INTEGER PRIMARY KEY, shift INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS trained (rollout_id TEXT PRIMARY KEY, step INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS retried (rollout_id TEXT PRIMARY KEY, n INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS unwritten_rewards (rollout_id TEXT PRIMARY KEY);
 CREATE TABLE IF NOT EXISTS facts (key TEXT PRIMARY KEY, value INTEGER NOT NULL);
 """
 BASELINE = -1  # member number of a group's greedy baseline
+
+
+def poll_pause() -> Backoff:
+    """Pauses while waiting for a change of the run state: about 5% of the wait, from 0.05 to 0.25 seconds."""
+    return Backoff(0.05, 0.25, factor=1.05)
 
 
 class RolloutSummary(Struct, frozen=True):
@@ -175,6 +192,51 @@ class RunState:
         """Let a rollout that ended run again; its attempts are kept."""
         self._db.execute("DELETE FROM finished WHERE rollout_id=?", rollout_id)
 
+    def retry_rollout(self, outcome: Outcome) -> None:
+        """Let a rollout that ended with this failure run again with all retries; its attempts are kept."""
+        assert outcome.failure is not None
+        with self._db.transaction():
+            self.fail_attempt(Attempt(outcome.rollout_id, outcome.attempt), outcome.failure)
+            n = max((record.attempt.n for record in self.attempts(outcome.rollout_id)), default=0)
+            self._db.execute("INSERT OR REPLACE INTO retried VALUES (?,?)", outcome.rollout_id, n)
+            self.forget_rollout(outcome.rollout_id)
+
+    def retried_attempts(self, rollout_id: str) -> int:
+        """Number of attempts before the rollout was retried as a whole; they use up no retries."""
+        row = self._db.fetch_one("SELECT n FROM retried WHERE rollout_id=?", rollout_id)
+        return row[0] if row else 0
+
+    def give_rewards(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Replace outcomes whose reward is pending, all or none; returns the outcomes that count.
+
+        An outcome that is no longer pending stays. The rollout store gets them with `write_rewards`.
+        """
+        counted: list[Outcome] = []
+        with self._db.transaction():
+            for outcome in outcomes:
+                summary = self.rollout_summary(outcome.rollout_id)
+                if summary is None:
+                    raise NotFound(f"rollout {outcome.rollout_id} has not ended")
+                if summary.outcome.reward_pending:
+                    summary = structs.replace(summary, outcome=outcome)
+                    body = msgspec.msgpack.encode(summary)
+                    self._db.execute(
+                        "UPDATE finished SET body=? WHERE rollout_id=?", body, outcome.rollout_id
+                    )
+                    sql = "INSERT OR IGNORE INTO unwritten_rewards VALUES (?)"
+                    self._db.execute(sql, outcome.rollout_id)
+                counted.append(summary.outcome)
+        return counted
+
+    def unwritten_rewards(self) -> set[str]:
+        """Rollouts whose reward was given and is not in the rollout store yet."""
+        return {
+            rollout_id for (rollout_id,) in self._db.fetch_all("SELECT rollout_id FROM unwritten_rewards")
+        }
+
+    def mark_reward_written(self, rollout_id: str) -> None:
+        self._db.execute("DELETE FROM unwritten_rewards WHERE rollout_id=?", rollout_id)
+
     def wasted_tokens(self, rollout_ids: Sequence[str]) -> int:
         """Tokens of failed and abandoned attempts of these rollouts."""
         placeholders = ",".join("?" * len(rollout_ids))
@@ -201,6 +263,28 @@ class RunState:
         with self._db.transaction():
             self._db.execute_many("INSERT OR IGNORE INTO members VALUES (?,?,?)", rows)
             self._db.execute("UPDATE groups SET ready=1, dropped=? WHERE id=?", drop_reason, group_id)
+
+    def refill_group(self, group_id: str, replacement: str, published_step: int, tokens: int) -> None:
+        """Replace a group whose rewards are all equal by another one at its position.
+
+        `tokens` are those that the replaced group sampled.
+        """
+        with self._db.transaction():
+            row = self._db.fetch_one("SELECT position FROM groups WHERE id=?", group_id)
+            if row is None:  # it was replaced before
+                return
+            sql = "INSERT OR IGNORE INTO refills (group_id, position, tokens) VALUES (?,?,?)"
+            self._db.execute(sql, group_id, row[0], tokens)
+            self._db.execute(
+                "UPDATE groups SET id=?, born=? WHERE id=?", replacement, published_step, group_id
+            )
+
+    def refilled(self, positions: Sequence[int]) -> tuple[int, int]:
+        """Number of groups that were replaced at these positions, and the tokens that they sampled."""
+        placeholders = ",".join("?" * len(positions))
+        sql = f"SELECT count(*), coalesce(sum(tokens), 0) FROM refills WHERE position IN ({placeholders})"
+        number, tokens = self._db.fetch_one(sql, *positions)
+        return number, tokens
 
     def pending_groups(self) -> list[PendingGroup]:
         """Groups that no step has taken yet, by position."""
@@ -268,6 +352,15 @@ class RunState:
     def base_version(self, version: int) -> None:
         self._db.execute("INSERT OR REPLACE INTO facts VALUES ('base', ?)", version)
 
+    def add_renumbering(self, served: int, shift: int) -> None:
+        """Record that versions up to `served` have gone up by `shift`: steps after the last checkpoint are
+        trained again under new numbers."""
+        self._db.execute("INSERT OR REPLACE INTO renumberings VALUES (?,?)", served, shift)
+
+    def renumberings(self) -> list[tuple[int, int]]:
+        """Highest version and shift of each renumbering."""
+        return self._db.fetch_all("SELECT served, shift FROM renumberings")
+
     @property
     def late_outcomes(self) -> int:
         """Number of outcomes that arrived after their attempt was fenced, and were refused."""
@@ -288,22 +381,26 @@ class RolloutStore:
     Files are written atomically, and writing a rollout again is harmless.
     """
 
-    def __init__(self, root: Path, *, durable: bool = False) -> None:
-        """`durable` makes files survive a power cut, with an fsync each."""
+    def __init__(self, root: Path, *, durable: bool = False, index: RunIndex | None = None) -> None:
+        """`durable` makes files survive a power cut, with an fsync each. `index` lists the rollouts."""
         self._root = root
         self._durable = durable
+        self._index = index
 
     def put(self, result: RolloutResult) -> None:
         path = self._path(result.rollout.id)
         partial = path.with_name(f"{path.name}.partial")
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_whole(path, _ENCODER.encode(result), durable=self._durable)
+            data = _ENCODER.encode(result)
+            write_whole(path, data, durable=self._durable)
         except OSError as error:
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
             message = f"cannot write rollout {result.rollout.id} to {self._root}: {error}"
             raise Unavailable(f"{message}; free disk space, it is tried again") from error
+        if self._index is not None:
+            self._index.put([(result, Place(f"{self._root.name}/{path.name}", 0, len(data)))])
 
     def get(self, rollout_id: str) -> RolloutResult:
         path = self._path(rollout_id)
@@ -318,7 +415,10 @@ class RolloutStore:
         return self._path(rollout_id).exists()
 
     def remove(self, rollout_id: str) -> None:
-        self._path(rollout_id).unlink(missing_ok=True)
+        path = self._path(rollout_id)
+        path.unlink(missing_ok=True)
+        if self._index is not None:
+            self._index.mark_removed(f"{self._root.name}/{path.name}")
 
     def __len__(self) -> int:
         if not self._root.exists():
@@ -345,14 +445,43 @@ class StepState(Struct, frozen=True):
     """Ids of the groups that the step took."""
 
 
+RunKind = Literal["train", "demo", "eval", "client", "verl", "trl", "gateway"]
+"""Program that made a run."""
+
+
+class RunInfo(Struct, frozen=True, kw_only=True):
+    """Description of a run, which every program writes to info.json when it starts one."""
+
+    kind: RunKind
+    """Program that made the run."""
+    agent: str = ""
+    """Agent, as FILE.py:NAME; empty if the runtime runs an image or a served agent."""
+    model: str = ""
+    """Model directory or name."""
+    tasks: str = ""
+    """File of tasks; empty if the program gives them."""
+    steps: int | None = None
+    """Training steps; None if the run has no steps."""
+    attempts: int | None = None
+    """Rollouts of each task; None if it varies."""
+    sampling: dict[str, Any] = {}
+    """Sampling parameters."""
+    endpoint: str = ""
+    """Address of a model that records nothing; empty with a gateway."""
+    created: float = 0.0
+    """Wall-clock time at which the run was created, in seconds."""
+
+
 class RunDirectory:
     """Paths and records of one run.
 
         runs/<id>/
+          info.json         RunInfo: kind, agent, model
           run.json          settings of the run, for --resume
           tasks.jsonl       tasks, each with its id and input
           metrics.jsonl     one line per step
-          rollouts/         step-0001.jsonl: one line per rollout, with outcome, turns and trajectories
+          rollouts/         step-0001.jsonl: one line per rollout, with outcome, turns and trajectories;
+                            step-0001.tokens: training record, with `record_training`
           checkpoints/      step-0001/: weights, optimizer and random state; the newest few are kept
           weights/          v1/: weights as engines load them
           validation/       step-0010.jsonl: rollouts of a validation; validation.jsonl has a line for each
@@ -360,6 +489,8 @@ class RunDirectory:
           rollout_store/    RolloutStore: finished rollouts until a step has taken them
           sessions.sqlite   sessions that run now, and where
           gateway/ outcomes/ logs/ verifiers/
+          index.sqlite      RunIndex: one row per rollout and event
+          events.jsonl      times at which steps were trained and weights published
           summary.json rewards.png
 
     A step is done when its checkpoint directory has its final name.
@@ -369,6 +500,7 @@ class RunDirectory:
         """`durable` makes files survive a power cut, with an fsync each."""
         self.path = path.absolute()
         self.durable = durable
+        self.index = RunIndex(self.path)
         self._identity: tuple[int, int] | None = None
 
     @property
@@ -382,6 +514,56 @@ class RunDirectory:
     @property
     def tasks(self) -> Path:
         return self.path / "tasks.jsonl"
+
+    def write_info(self, info: RunInfo) -> None:
+        """Describe the run; a run that is resumed keeps the time of its creation."""
+        created = self.info.created if self.is_run else time.time()
+        text = msgspec.json.format(msgspec.json.encode(structs.replace(info, created=created)))
+        self._write(self._info_file, text)
+
+    @property
+    def info(self) -> RunInfo:
+        """Description of the run; that of a training run without one comes from its settings."""
+        path = self._info_file if self._info_file.exists() else self.config
+        try:
+            if path == self._info_file:
+                return msgspec.json.decode(path.read_bytes(), type=RunInfo)
+            settings = json.loads(path.read_bytes())
+            names = {
+                name: settings[name] for name in ("agent", "model", "tasks", "steps") if name in settings
+            }
+            return RunInfo(kind="train", created=path.stat().st_mtime, **names)
+        except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
+            raise UsageError(f"cannot read {path}: {error}; restore it from a copy") from error
+
+    @property
+    def is_run(self) -> bool:
+        """Whether a program has started a run in this directory."""
+        return self._info_file.exists() or self.config.exists()
+
+    @property
+    def touched(self) -> float:
+        """Time at which a program last started or resumed the run."""
+        times = [0.0]  # another process may remove the run meanwhile
+        for path in (self._info_file, self.config):
+            with suppress(OSError):
+                times.append(path.stat().st_mtime)
+        return max(times)
+
+    @property
+    def _info_file(self) -> Path:
+        return self.path / INFO_FILE
+
+    @property
+    def status(self) -> Literal["running", "finished", "stopped"]:
+        """Whether a process works on the run now, has finished it, or has stopped before its end."""
+        for part in ("collect", "learn"):
+            with suppress(OSError), (self.path / f"{part}.lock").open("r") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return "running"
+        return "finished" if self.summary.exists() else "stopped"
 
     @property
     def run_state(self) -> Path:
@@ -438,7 +620,7 @@ class RunDirectory:
                     private_directory(self.path, (self.config.name, self.run_state.name))
                     lock = locks.enter_context((self.path / f"{part}.lock").open("w"))
                 except OSError as error:
-                    message = f"a run cannot be kept in {self.path}: {error}"
+                    message = f"run directory {self.path} cannot be used: {error}"
                     raise UsageError(f"{message}; set AFIELD_RUNS to another directory") from error
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -480,7 +662,7 @@ class RunDirectory:
 
     def quarantine(self, step: int, reason: str) -> None:
         """Rename a damaged checkpoint, so that the one before it is the newest."""
-        older = [other for other in self._checkpoints() if other < step]
+        older = [number for number in self._checkpoints() if number < step]
         if not older:
             raise DamagedFile(
                 f"checkpoint {self.checkpoint(step)} is damaged ({reason}) and there is no older one;"
@@ -510,15 +692,25 @@ class RunDirectory:
 
     def prune_rollouts(self, max_bytes: int, *, keep_steps: int) -> list[int]:
         """Remove the oldest steps' rollouts until `max_bytes` are left; the newest `keep_steps` stay."""
-        sizes = {step: self.rollouts(step).stat().st_size for step in self.steps()}
+        sizes = {step: self._size(step) for step in self.steps()}
         total, removed = sum(sizes.values()), []
         for step in list(sizes)[: max(0, len(sizes) - keep_steps)]:
             if total <= max_bytes:
                 break
-            self.rollouts(step).unlink()
+            self._remove_step(step)
+            self.index.mark_removed(f"rollouts/{self.rollouts(step).name}")
             total -= sizes[step]
             removed.append(step)
         return removed
+
+    def _size(self, step: int) -> int:
+        files = (self.rollouts(step), record_file(self.rollouts(step)))
+        return sum(file.stat().st_size for file in files if file.exists())
+
+    def _remove_step(self, step: int) -> None:
+        """Remove the rollouts of a step and their training records, records first."""
+        record_file(self.rollouts(step)).unlink(missing_ok=True)
+        self.rollouts(step).unlink()
 
     # --- records ---------------------------------------------------------------------------------
 
@@ -528,6 +720,20 @@ class RunDirectory:
     def append_metrics(self, line: dict[str, Any]) -> None:
         with self.metrics.open("a", encoding="utf-8") as out:
             out.write(json.dumps(line) + "\n")
+        self.index.put_line(self.metrics)
+
+    def append_event(self, kind: str, *, value: int, seconds: float = 0.0) -> None:
+        """Record an event of the run that ends now: `trained` a step, or `published` a version."""
+        path = self.path / "events.jsonl"
+        line = {
+            "t": round(time.time() - seconds, 6),
+            "seconds": round(seconds, 6),
+            "kind": kind,
+            "value": value,
+        }
+        with path.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(line) + "\n")
+        self.index.put_line(path)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Read complete lines; `rewind` restores a line that a crash cut short."""
@@ -535,13 +741,14 @@ class RunDirectory:
 
     def rewind(self, state: StepState | None) -> None:
         """Remove records of steps after the checkpoint, and restore its own line of metrics."""
-        done = state.step if state else 0
-        kept = [line for line in self.read_metrics() if line["step"] < done]
+        steps_done = state.step if state else 0
+        kept = [line for line in self.read_metrics() if line["step"] < steps_done]
         lines = [*kept, *([state.metrics] if state else [])]
         self._write(self.metrics, "".join(json.dumps(line) + "\n" for line in lines).encode())
         for step in self.steps():
-            if step > done:
-                self.rollouts(step).unlink()
+            if step > steps_done:
+                self._remove_step(step)
+        self.index.start()
 
     def write_tasks(self, tasks: Iterable[Task]) -> None:
         self._write(self.tasks, b"".join(msgspec.json.encode(task) + b"\n" for task in tasks))
@@ -549,21 +756,46 @@ class RunDirectory:
     def read_tasks(self) -> list[Task]:
         return _read_lines(self.tasks, Task)
 
-    def write_rollouts(self, step: int, finished: Iterable[RolloutResult]) -> None:
-        lines = [msgspec.json.encode(f) for f in finished]
-        self.rollouts(step).parent.mkdir(exist_ok=True)
-        self._write(self.rollouts(step), b"".join(line + b"\n" for line in lines))
+    def write_rollouts(
+        self, step: int, finished: Iterable[RolloutResult], records: Mapping[str, bytes] | None = None
+    ) -> None:
+        """Write the rollouts of a step, and their training records, encoded, by rollout id."""
+        path = self.rollouts(step)
+        path.parent.mkdir(exist_ok=True)
+        record_file(path).unlink(missing_ok=True)  # left by a crash in this step
+        if records:
+            self._write(record_file(path), encode_file(records))
+        self._write_lines(path, finished, step)
+
+    def append_rollouts(self, step: int | None, finished: Iterable[RolloutResult]) -> None:
+        """Add rollouts to those of a step, for trainers that take them group by group; None has no step."""
+        path = self.path / "rollouts" / "sessions.jsonl" if step is None else self.rollouts(step)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        with path.open("ab") as out:
+            out.write(b"".join(msgspec.json.encode(result) + b"\n" for result in finished))
+        self.index.put_line(path)
+
+    def _write_lines(self, path: Path, finished: Iterable[RolloutResult], step: int) -> None:
+        path.parent.mkdir(exist_ok=True)
+        lines: list[bytes] = []
+        placed: list[tuple[RolloutResult, int, int]] = []
+        offset = 0
+        for result in finished:
+            lines.append(msgspec.json.encode(result) + b"\n")
+            placed.append((result, offset, len(lines[-1]) - 1))
+            offset += len(lines[-1])
+        self._write(path, b"".join(lines))
+        self.index.put_file(path, placed, step)
 
     def write_validation(self, line: dict[str, Any], finished: Iterable[RolloutResult]) -> None:
         """Write one validation; a step that has one already keeps it."""
-        if line["step"] in {other["step"] for other in self.read_validation()}:
+        if line["step"] in {written["step"] for written in self.read_validation()}:
             return
-        folder = self.path / "validation"
-        folder.mkdir(exist_ok=True)
-        data = b"".join(msgspec.json.encode(f) + b"\n" for f in finished)
-        self._write(folder / f"step-{line['step']:04d}.jsonl", data)
-        with (self.path / "validation.jsonl").open("a", encoding="utf-8") as out:
+        self._write_lines(self.path / "validation" / f"step-{line['step']:04d}.jsonl", finished, line["step"])
+        path = self.path / "validation.jsonl"
+        with path.open("a", encoding="utf-8") as out:
             out.write(json.dumps(line) + "\n")
+        self.index.put_line(path)
 
     def read_validation(self) -> list[dict[str, Any]]:
         return _whole_lines(self.path / "validation.jsonl")
@@ -604,7 +836,7 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     for line in path.read_bytes().splitlines() if path.exists() else []:
         with suppress(ValueError):
-            lines.append(json.loads(line))
+            lines.append(step_line(line))
     return lines
 
 
@@ -616,16 +848,26 @@ def _remove(directory: Path) -> None:
     shutil.rmtree(removed, ignore_errors=True)
 
 
+def list_runs(runs: Path, kind: str = "") -> list[RunDirectory]:
+    """Runs under a directory, oldest first; `kind` is a prefix of their names."""
+    directories = [run for path in runs.glob(f"{kind}*") if (run := RunDirectory(path)).is_run]
+    return sorted(directories, key=lambda run: run.touched)
+
+
 def find_run(runs: Path, name: str, kind: str = "") -> RunDirectory:
     """Find a run by id or path; `latest` is the newest of its kind under `runs`."""
     if name == "latest":
-        configs = sorted(runs.glob(f"{kind}*/run.json"), key=lambda path: path.stat().st_mtime)
-        if not configs:
+        if not (candidates := list_runs(runs, kind)):
             raise UsageError(f"there is no run under {runs} yet: start one with `afield demo`")
-        return RunDirectory(configs[-1].parent)
+        return candidates[-1]
     for path in (Path(name), runs / name):
-        if (path / "run.json").exists():
-            return RunDirectory(path)
-    names = sorted(path.parent.name for path in runs.glob("*/run.json"))
-    choices = f"; under {runs} there are: {', '.join(names)}" if names else f"; there are none under {runs}"
-    raise UsageError(f"unknown run {name!r}{choices}")
+        if (run := RunDirectory(path)).is_run:
+            return run
+    names = [run.id for run in reversed(list_runs(runs))]
+    if near := difflib.get_close_matches(name, names, SHOWN_NAMES):
+        raise UsageError(
+            f"unknown run {name!r}; did you mean {', '.join(near)}? `afield runs` lists all runs"
+        )
+    shown = ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
+    choices = f"the newest runs under {runs} are: {shown}" if names else f"there are none under {runs}"
+    raise UsageError(f"unknown run {name!r}; {choices}")

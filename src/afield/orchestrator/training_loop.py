@@ -1,7 +1,8 @@
 """Training loop: take completed groups, train, checkpoint, publish weights.
 
-1. A step is done when its checkpoint directory has its final name. After a crash the loop continues from the
-   newest checkpoint: no rollout is trained twice, and none is lost.
+1. A step is safe when a checkpoint of it or of a later step has its final name. After a crash the loop
+   continues from the newest checkpoint. Later steps are trained again on their rollouts, which were written
+   before: no rollout counts twice in the weights, and none is lost.
 2. Groups that exceed the staleness bound are dropped with a reason, or trained with a correction.
 """
 
@@ -11,18 +12,18 @@ import asyncio
 import logging
 import math
 import shutil
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Literal, TypeVar
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Struct, structs
 
-from afield.durable_files import rename_whole
 from afield.errors import DamagedFile, NoRewards, Unavailable
-from afield.exclusions import UntrainedReason
-from afield.interfaces import Gateway, Publisher, StepReport, Trainer
+from afield.interfaces import AsyncSaver, Gateway, Publisher, StepReport, Trainer
 from afield.orchestrator.groups import StalenessWindow
 from afield.orchestrator.state import (
     STEP_STATE_FILE,
@@ -31,13 +32,15 @@ from afield.orchestrator.state import (
     RunDirectory,
     RunState,
     StepState,
+    poll_pause,
 )
-from afield.token_account import TokenAccount, count_tokens
-from afield.types import Group, Policy, RolloutResult, VersionSpan
+from afield.runs.exclusions import UntrainedReason
+from afield.runs.token_account import TokenAccount, count_tokens
+from afield.types import Group, Policy, RolloutResult, Trajectory, VersionSpan
+from afield.utils.durable_files import rename_whole
 
 log = logging.getLogger(__name__)
 MAX_STEPS_WITHOUT_REWARD = 3  # consecutive steps without a reward after which the run ends
-POLL_S = 0.05
 T = TypeVar("T")
 RunBlocking = Callable[[Callable[[], Any]], Awaitable[Any]]
 
@@ -53,6 +56,10 @@ class LoopConfig(Struct, frozen=True, kw_only=True):
     """
     keep_checkpoints: int = 2
     """Number of newest checkpoints to keep."""
+    checkpoint_every: int = 1
+    """Steps between two checkpoints; the last step has one in any case."""
+    async_checkpoints: bool = False
+    """Whether checkpoints are written while the next step trains, by trainers that can."""
     keep_weights: int | None = 2
     """Number of newest exported weights to keep; None keeps all."""
     keep_rollouts_gb: float | None = None
@@ -84,10 +91,16 @@ class StepMetrics(Struct, frozen=True, kw_only=True):
     """Number of sequences that exceed the trainer's context and were not trained."""
     failures: dict[str, int]
     """Number of failed rollouts by failure kind, including policy failures."""
+    refused: dict[str, int] = {}
+    """Number of model calls that the gateway refused, by class of error."""
+    refusal: str = ""
+    """Message of a refused call, of the most common class; empty without one."""
     retried: int
     """Number of attempts beyond the first of each rollout."""
     dropped_groups: dict[str, str]
     """Reasons of dropped groups, by group id."""
+    refilled_groups: int = 0
+    """Number of groups with equal rewards that dynamic sampling replaced."""
     turns_per_rollout: float
     """Mean number of model calls per rollout."""
     tool_calls_per_rollout: float
@@ -101,9 +114,9 @@ class StepMetrics(Struct, frozen=True, kw_only=True):
     excluded_share: float = 0.0
     """Excluded tokens as a share of sampled tokens."""
     untrained_tokens: dict[str, int] = {}
-    """Tokens of rollouts that train nothing, by reason (`exclusions.UntrainedReason`)."""
+    """Tokens of rollouts that contribute no gradient, by reason (`exclusions.UntrainedReason`)."""
     wasted_tokens: int
-    """Tokens of failed attempts, of rollouts without a reward and of dropped groups."""
+    """Tokens of failed attempts, of rollouts without a reward, and of dropped and replaced groups."""
     staleness: int
     """Largest number of policy versions between sampling and training a token."""
     staleness_mean: float = 0.0
@@ -128,7 +141,9 @@ class StepBatch(Struct, frozen=True):
     version: int
     """Policy version that trains on them."""
     wasted: int
-    """Sampled tokens that train nothing; see `StepMetrics.wasted_tokens`."""
+    """Sampled tokens that contribute no gradient; see `StepMetrics.wasted_tokens`."""
+    refilled: int = 0
+    """Number of groups that dynamic sampling replaced."""
 
     @property
     def usable(self) -> list[Group]:
@@ -137,6 +152,23 @@ class StepBatch(Struct, frozen=True):
     @property
     def finished(self) -> list[RolloutResult]:
         return [f for group in self.groups for f in group.finished]
+
+
+class UnfinishedCheckpoint(NamedTuple):
+    """Checkpoint whose files are being written."""
+
+    state: StepState
+    """State of the run after its step."""
+    partial: Path
+    """Temporary directory."""
+    final: Path
+    """Directory after it is complete."""
+    wait: Callable[[], None]
+    """Waits until the trainer has written its files."""
+
+
+def _nothing() -> None:
+    pass
 
 
 class TrainingLoop:
@@ -154,6 +186,7 @@ class TrainingLoop:
         rollout_store: RolloutStore,
         run: RunDirectory,
         on_step: Callable[[StepMetrics], None],
+        on_publish: Callable[[int, float], None] = lambda version, seconds: None,
         run_blocking: RunBlocking = asyncio.to_thread,
     ) -> None:
         self._window = window
@@ -165,8 +198,11 @@ class TrainingLoop:
         self._rollout_store = rollout_store
         self._run = run
         self._on_step = on_step
+        self._on_publish = on_publish
         self._run_blocking = run_blocking
         self._version = 0
+        self._last_rollouts = 0  # last step whose rollouts were put back into the store
+        self._unfinished: UnfinishedCheckpoint | None = None
 
     async def run(self) -> None:
         """Run from the newest checkpoint to the last step."""
@@ -184,6 +220,7 @@ class TrainingLoop:
                     f" most common failure: {failure}"
                 )
             del batch  # frees memory before the next batch is read
+        await asyncio.to_thread(self._finish_checkpoint)
 
     async def _begin(self, state: StepState) -> None:
         """Publish the current weights, with a higher version than the gateway served for another run."""
@@ -209,7 +246,12 @@ class TrainingLoop:
             self._run_state.base_version = served + 1 if served else 0
         elif served > self._version_of(state.step):
             log.warning("the gateway has served version %d since; versions go on from there", served)
-            self._run_state.base_version = served + 1 - (0 if self._config.frozen else state.step)
+            before = self._run_state.base_version
+            base = served + 1 - (0 if self._config.frozen else state.step)
+            latest = before + max(self._last_rollouts, self._run_state.published_step)
+            if served <= latest:  # this run's own versions, of steps that are trained again
+                self._run_state.add_renumbering(served, base - before)
+            self._run_state.base_version = base
 
     def _version_of(self, step: int) -> int:
         return (self._run_state.base_version or 0) + (0 if self._config.frozen else step)
@@ -224,6 +266,7 @@ class TrainingLoop:
         self._restore_rollouts(state.step if state else 0)
         self._run.rewind(state)
         self._run_state.rewind(state.step if state else 0)
+        rewind_published_step(self._run, self._run_state)
         if state is None:
             return StepState(0, 0, (), {})
         self._run_state.finish_step(state.step, state.groups, state.trained_rollouts)
@@ -234,6 +277,7 @@ class TrainingLoop:
         """Put rollouts of steps whose checkpoint is lost back into the store, to train on them again."""
         for step in self._run.steps():
             if step > done:
+                self._last_rollouts = step
                 for finished in self._run.read_rollouts(step):
                     if not self._rollout_store.holds(finished.rollout.id):
                         self._rollout_store.put(finished)
@@ -254,7 +298,7 @@ class TrainingLoop:
             seconds=(collected - began, clock() - collected),
         )
         try:
-            line = await asyncio.to_thread(self._checkpoint, line, batch)
+            line = await asyncio.to_thread(self._checkpoint, line, batch, report)
         except OSError as error:
             message = f"step {step} cannot be written to {self._run.path}: {error}"
             raise Unavailable(f"{message}; free disk space, then resume the run with --resume") from error
@@ -263,17 +307,19 @@ class TrainingLoop:
         return batch
 
     async def _wait_for_groups(self, step: int) -> list[PendingGroup]:
+        pause = poll_pause()
         while (
             chosen := self._window.choose(step, await asyncio.to_thread(self._run_state.pending_groups))
         ) is None:
-            await asyncio.sleep(POLL_S)
+            await pause.sleep()
         return chosen
 
     def _read(self, entries: Sequence[PendingGroup]) -> StepBatch:
+        renumberings = self._run_state.renumberings()
         groups: list[Group] = []
         dropped: dict[str, str] = {}
         for entry in entries:
-            group = self._group(entry)
+            group = renumbered(self._group(entry), renumberings)
             groups.append(group)
             stale = staleness(group, self._version)
             if entry.drop_reason:
@@ -281,11 +327,13 @@ class TrainingLoop:
             elif stale > self._window.staleness and self._config.stale == "drop":
                 dropped[group.id] = f"sampled {stale} versions ago; the bound is {self._window.staleness}"
         ids = [f.rollout.id for group in groups for f in all_results(group)]
+        refilled, tokens = self._run_state.refilled([entry.position for entry in entries])
         return StepBatch(
             groups,
             dropped,
             self._version,
-            self._run_state.wasted_tokens(ids) + wasted_tokens(groups, dropped),
+            self._run_state.wasted_tokens(ids) + wasted_tokens(groups, dropped) + tokens,
+            refilled,
         )
 
     def _group(self, entry: PendingGroup) -> Group:
@@ -301,28 +349,31 @@ class TrainingLoop:
             baseline=self._rollout_store.get(baseline) if baseline else None,
         )
 
-    def _checkpoint(self, line: StepMetrics, batch: StepBatch) -> StepMetrics:
+    def _checkpoint(self, line: StepMetrics, batch: StepBatch, report: StepReport) -> StepMetrics:
         """Write rollouts, weights and checkpoint; returns the metrics with those of the published weights.
 
-        The checkpoint is written under a temporary name. Its rename completes the step.
+        The checkpoint is written under a temporary name; its rename makes it count.
         """
         step, version = line.step, line.version
         self._run.check_present()
-        self._run.write_rollouts(step, [f for group in batch.groups for f in all_results(group)])
+        self._finish_checkpoint()
+        self._run.append_event("trained", value=step, seconds=line.train_s)
+        results = [f for group in batch.groups for f in all_results(group)]
+        advantages = report.advantages
+        self._run.write_rollouts(
+            step,
+            [structs.replace(f, advantage=advantages.get(f.rollout.id)) for f in results],
+            records=report.records,
+        )
         carrying = [f for group in batch.usable for f in group.finished]
         trained = tuple(f.rollout.id for f in carrying if f.outcome.reward_or_floor(0.0) is not None)
-        final = self._run.checkpoint(step)
-        partial = final.with_name(final.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
         if not self._config.frozen:
             shutil.rmtree(self._run.weights(version), ignore_errors=True)  # left by a crash in this step
             line = structs.replace(line, trainer={**line.trainer, **self._export(version)})
-        self._trainer.save(partial)  # after the export: the checkpoint includes the published weights' state
         groups = tuple(group.id for group in batch.groups)
         state = StepState(step, version, trained, msgspec.to_builtins(line), groups)
-        (partial / STEP_STATE_FILE).write_bytes(msgspec.json.encode(state))
-        rename_whole(partial, final, durable=self._run.durable)
+        if step % self._config.checkpoint_every == 0 or step == self._window.steps:
+            self._save(state)  # after the export: the checkpoint includes the published weights' state
         self._run_state.finish_step(step, groups, trained)
         self._run.append_metrics(state.metrics)
         self._remove_rollouts(groups)
@@ -330,6 +381,30 @@ class TrainingLoop:
         self._run.prune(keep_checkpoints=config.keep_checkpoints, keep_weights=config.keep_weights)
         self._prune_rollouts()
         return line
+
+    def _save(self, state: StepState) -> None:
+        """Write a checkpoint, or begin to."""
+        final = self._run.checkpoint(state.step)
+        partial = final.with_name(final.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        wait: Callable[[], None] = _nothing
+        if self._config.async_checkpoints and isinstance(self._trainer, AsyncSaver):
+            wait = self._trainer.begin_save(partial)
+        else:
+            self._trainer.save(partial)
+        self._unfinished = UnfinishedCheckpoint(state, partial, final, wait)
+        if wait is _nothing:
+            self._finish_checkpoint()
+
+    def _finish_checkpoint(self) -> None:
+        """Give the checkpoint that is being written its final name, once it is complete."""
+        if self._unfinished is None:
+            return
+        unfinished, self._unfinished = self._unfinished, None
+        unfinished.wait()
+        (unfinished.partial / STEP_STATE_FILE).write_bytes(msgspec.json.encode(unfinished.state))
+        rename_whole(unfinished.partial, unfinished.final, durable=self._run.durable)
 
     def _export(self, version: int) -> dict[str, float]:
         path = self._run.weights(version)
@@ -343,7 +418,7 @@ class TrainingLoop:
         if config.keep_rollouts_gb is None:
             return
         # Keeps the files that a step with a damaged checkpoint is trained from again.
-        least = config.keep_checkpoints + 1
+        least = config.keep_checkpoints * config.checkpoint_every + 1
         removed = self._run.prune_rollouts(int(config.keep_rollouts_gb * 1e9), keep_steps=least)
         if removed:
             message = "rollouts of steps %s were removed: rollouts/ is above keep_rollouts_gb = %g"
@@ -359,9 +434,13 @@ class TrainingLoop:
         path = self._run.weights(version)
         if not path.exists():
             await asyncio.to_thread(self._export, version)
+        began = time.monotonic()
         async with self._bounded(f"serve version {version}"):
             await self._gateway.publish(Policy(self._config.policy, version), str(path))
         self._version = version
+        seconds = time.monotonic() - began
+        self._on_publish(version, seconds)
+        await asyncio.to_thread(self._run.append_event, "published", value=version, seconds=seconds)
         await asyncio.to_thread(self._mark_published, step)
 
     def _mark_published(self, step: int) -> None:
@@ -371,6 +450,32 @@ class TrainingLoop:
 def all_results(group: Group) -> tuple[RolloutResult, ...]:
     """Rollouts of a group, including the baseline."""
     return (*group.finished, *([group.baseline] if group.baseline else []))
+
+
+def renumbered(group: Group, renumberings: Sequence[tuple[int, int]]) -> Group:
+    """The group with the present numbers of the versions that sampled its tokens."""
+    if not renumberings:
+        return group
+
+    def now(version: int) -> int:
+        return version + sum(shift for served, shift in renumberings if version <= served)
+
+    def moved(row: Trajectory) -> Trajectory:
+        spans = (structs.replace(s, low=now(s.low), high=now(s.high)) for s in row.versions)
+        return structs.replace(row, versions=tuple(spans))
+
+    return structs.replace(
+        group,
+        finished=tuple(
+            structs.replace(f, trajectories=tuple(map(moved, f.trajectories))) for f in group.finished
+        ),
+    )
+
+
+def rewind_published_step(run: RunDirectory, run_state: RunState) -> None:
+    """Go back to the newest checkpoint, so that no group begins for steps that are trained again first."""
+    state = run.last_state()
+    run_state.published_step = min(run_state.published_step, state.step if state else 0)
 
 
 def staleness(group: Group, version: int) -> int:
@@ -392,7 +497,7 @@ def _spans(groups: Sequence[Group]) -> list[VersionSpan]:
 
 
 def wasted_tokens(groups: Sequence[Group], dropped: dict[str, str]) -> int:
-    """Tokens of finished rollouts that train nothing."""
+    """Tokens of finished rollouts that contribute no gradient."""
     idle = [
         f
         for group in groups
@@ -411,6 +516,9 @@ def step_metrics(
     kinds = Counter(str(f.outcome.failure.kind) for f in finished if f.outcome.failure)
     turns = sum(len(f.turns) for f in finished)
     account = token_account(batch, report)
+    refused: Counter[str] = Counter()
+    for result in finished:
+        refused.update({calls.code: calls.count for calls in result.refused})
     return StepMetrics(
         step=step,
         version=version,
@@ -420,8 +528,11 @@ def step_metrics(
         too_long=report.too_long,
         failed=len(finished) - len(rewards),
         failures=dict(kinds),
+        refused=dict(refused),
+        refusal=_refusal(finished, refused),
         retried=sum(f.attempts - 1 for f in finished),
         dropped_groups=batch.dropped,
+        refilled_groups=batch.refilled,
         turns_per_rollout=turns / max(len(finished), 1),
         tool_calls_per_rollout=sum(map(_tool_calls, finished)) / max(len(finished), 1),
         sampled_tokens=account.sampled,
@@ -439,6 +550,12 @@ def step_metrics(
     )
 
 
+def _refusal(finished: Sequence[RolloutResult], refused: Counter[str]) -> str:
+    """Message of a call that was refused for the most common reason."""
+    code = next((code for code, _ in refused.most_common(1)), None)
+    return next((calls.message for result in finished for calls in result.refused if calls.code == code), "")
+
+
 def token_account(batch: StepBatch, report: StepReport) -> TokenAccount:
     """Token account of a step: the trainer's account plus the tokens of dropped groups."""
     dropped = count_tokens(f for group in batch.groups if group.id in batch.dropped for f in group.finished)
@@ -448,19 +565,19 @@ def token_account(batch: StepBatch, report: StepReport) -> TokenAccount:
 
 def mean_metrics(finished: Sequence[RolloutResult]) -> dict[str, float]:
     """Average each agent metric over the rollouts that report it."""
-    message: dict[str, list[float]] = {}
-    for one in finished:
-        for name, value in one.outcome.metrics.items():
-            message.setdefault(name, []).append(value)
+    values_of: dict[str, list[float]] = {}
+    for result in finished:
+        for name, value in result.outcome.metrics.items():
+            values_of.setdefault(name, []).append(value)
     # Divides first, so that the sum of very large numbers does not overflow.
-    return {name: math.fsum(v / len(values) for v in values) for name, values in message.items()}
+    return {name: math.fsum(v / len(values) for v in values) for name, values in values_of.items()}
 
 
 def most_common_failure(finished: Sequence[RolloutResult]) -> str:
     """Kind, reason and message of the most common failure."""
     failures = [f.outcome.failure for f in finished if f.outcome.failure]
-    message = Counter(f"{f.kind}/{f.reason}: {f.message}" for f in failures)
-    return message.most_common(1)[0][0] if message else "no failure at all"
+    counts = Counter(f"{f.kind}/{f.reason}: {f.message}" for f in failures)
+    return counts.most_common(1)[0][0] if counts else "no failure at all"
 
 
 def _tool_calls(finished: RolloutResult) -> int:

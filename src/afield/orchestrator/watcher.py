@@ -20,7 +20,7 @@ from afield.orchestrator.availability import Availability, describe_error
 from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.deadlines import Progress, heartbeat_lost, overdue_failure
 from afield.orchestrator.state import RunState
-from afield.types import Attempt, Failure, Rollout
+from afield.types import Attempt, Failure, RewardSource, Rollout
 from afield.wire import OutcomeRecord
 
 log = logging.getLogger(__name__)
@@ -36,9 +36,14 @@ class RunningAttempt:
     """State of an attempt in this process."""
 
     def __init__(
-        self, rollout: Rollout, attempt: Attempt, rollout_started_at: float, place: Attempt | None = None
+        self,
+        rollout: Rollout,
+        attempt: Attempt,
+        rollout_started_at: float,
+        place: Attempt | None = None,
+        reward_from: RewardSource = "agent",
     ) -> None:
-        self.pending = PendingAttempt(rollout, attempt)
+        self.pending = PendingAttempt(rollout, attempt, reward_from)
         self.runtime_attempt = place or attempt
         """Attempt as the runtime knows it; verifiers have their own."""
         self.progress = Progress(rollout_started_at=rollout_started_at)
@@ -197,8 +202,8 @@ class AttemptWatcher:
             except Exception as error:
                 log.warning("watcher: sweep failed: %s", describe_error(error))
                 continue
-            self._set_apart("sweep", [one.attempt.session_id for one in spoiled])
-            for attempt in (attempt for found in answers for attempt in found):
+            self._set_apart("sweep", [pending.attempt.session_id for pending in spoiled])
+            for attempt in (attempt for completed in answers for attempt in completed):
                 if running := self.running.get(attempt.session_id):
                     running.changed.set()
 
@@ -287,17 +292,17 @@ class AttemptWatcher:
         """Read session states; empty during a gateway outage, Outage after `unavailable_timeout_s`."""
         clock = asyncio.get_running_loop().time
         began, limit_s = clock(), LOOKS * self._config.watch_interval_s
-        found: dict[str, SessionState] = {}
-        asked = [session_id for session_id in session_ids if self._asked("states", session_id)]
+        states: dict[str, SessionState] = {}
+        due = [session_id for session_id in session_ids if self._asked("states", session_id)]
         try:
-            for first in range(0, len(asked), AT_A_LOOK):
-                batch = asked[first : first + AT_A_LOOK]
+            for first in range(0, len(due), AT_A_LOOK):
+                batch = due[first : first + AT_A_LOOK]
                 answers, spoiled = await self._gateway_calls.call_in_batches(
                     self._gateway.states, batch, limit_s
                 )
                 self._set_apart("states", spoiled)
                 for answer in answers:
-                    found |= answer
+                    states |= answer
             self._silent_since = None
         except Exception as error:
             if self._silent_since is None:
@@ -307,4 +312,4 @@ class AttemptWatcher:
             if silent_s > self._config.unavailable_timeout_s:
                 message = f"the gateway does not answer for {silent_s:.0f} s: {describe_error(error)}"
                 raise Outage(f"{message}; start it again, then resume the run with --resume") from error
-        return found
+        return states

@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from afield.errors import UsageError
-from afield.private_files import read_private
+from afield.utils.private_files import read_private
 
 SECRET_BYTES = 16
 """Minimum length of a cluster's secret, in bytes."""
@@ -47,9 +47,13 @@ def read_secret(file: Path) -> bytes:
         secret = read_private(file).strip()
     except OSError as error:
         raise UsageError(f"the cluster's secret cannot be read from {file}: {error}") from error
+    return check_secret(str(file), secret)
+
+
+def check_secret(source: str, secret: bytes) -> bytes:
     if len(secret) < SECRET_BYTES:
         raise UsageError(
-            f"{file} holds {len(secret)} bytes; a cluster's secret has at least {SECRET_BYTES}:"
+            f"{source} holds {len(secret)} bytes; a cluster's secret has at least {SECRET_BYTES}:"
             " write one with `openssl rand -hex 32`"
         )
     return secret
@@ -89,7 +93,7 @@ def admits(secret: bytes, gateway: str, token: str, path: str) -> bool:
         return False
     if scope == EVERY_PATH:
         return True
-    if not _AGENT_PATH.match(path):
+    if not _AGENT_PATH.match(path) or {".", ".."} & set(path.split("/")):
         return False
     if scope.startswith("s~") and path.startswith("/s/"):
         return path[3:].partition("/")[0] == scope[2:]

@@ -24,7 +24,6 @@ from urllib.parse import unquote, urlsplit
 import aiohttp
 from aiohttp.http_websocket import WSMsgType
 
-from afield.backoff import Backoff
 from afield.errors import UsageError, WireError
 from afield.relay.auth import LinkRequest
 from afield.relay.streams import (
@@ -41,6 +40,7 @@ from afield.relay.streams import (
     decode_streams,
     encode_head,
 )
+from afield.utils.backoff import Backoff
 
 log = logging.getLogger("afield.relay")
 
@@ -53,9 +53,13 @@ CONNECT_S = 10.0
 """Timeout of a connection, in seconds."""
 HEARTBEAT_S = 5.0
 """Interval of pings, in seconds; a link that misses a pong is lost."""
-POLL_S = 0.01
-"""Pause between looks at a request whose body is still read, in seconds."""
+NAME_HEARTBEATS = 3
+"""Heartbeats for which a name that another process has is asked for again: it may be gone without a FIN."""
 KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key"})
+
+
+class NameInUse(UsageError):
+    """Another process is connected under the same name."""
 
 
 class RelayedRequest(Stream):
@@ -85,6 +89,12 @@ class RelayedRequest(Stream):
         assert self.head is not None
         keys = tuple(value for name, value in self.head.headers if name in KEY_HEADERS)
         return self.head.method, self.head.path, self.head.query, keys
+
+    def body_digest(self) -> bytes:
+        """Digest of a body that has arrived as a whole, whether the application has read it or not."""
+        digest = self.digest.copy()
+        digest.update(self.incoming.unread())
+        return digest.digest()
 
 
 class RelayClient(Multiplexer):
@@ -125,20 +135,24 @@ class RelayClient(Multiplexer):
         self._orphans: dict[tuple[Any, ...], list[RelayedRequest]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._backoff = Backoff(*BACKOFF_S, jitter=True)
+        self._links = 0  # number of lost links
         self.connected = asyncio.Event()
 
     async def run(self) -> None:
         """Serve until cancelled. Raises UsageError if the relay refuses the secret or the name."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        clock = asyncio.get_running_loop().time
+        give_up = clock() + NAME_HEARTBEATS * self._heartbeat_s
         try:
             async with aiohttp.ClientSession(timeout=timeout) as http:
                 while True:
                     try:
                         await self._link(http)
-                    except UsageError:
-                        if self._relay is None:  # never connected: a wrong setting
+                    except UsageError as error:
+                        freed = isinstance(error, NameInUse) and clock() < give_up
+                        if self._relay is None and not freed:  # never connected: a wrong setting
                             raise
-                        log.exception("relay: link refused relay=%s", self._url)
+                        log.warning("relay: link refused relay=%s error=%s", self._url, error)
                     except (aiohttp.ClientError, TimeoutError, OSError, WireError) as error:
                         log.warning(
                             "relay: link down relay=%s retry_s=%.2f error=%s",
@@ -147,8 +161,10 @@ class RelayClient(Multiplexer):
                             error,
                         )
                     finally:
-                        self.connected.clear()
-                    self._after(self._resume_s, self._expire_unresumed, self._relay)
+                        if self.connected.is_set():
+                            self.connected.clear()
+                            self._links += 1
+                            self._after(self._resume_s, self._expire_unresumed, self._links)
                     await self._backoff.sleep()
         finally:
             await self._close()
@@ -225,7 +241,7 @@ class RelayClient(Multiplexer):
                     " the relay and the gateway need the same secret"
                 ) from error
             if error.status == 409:
-                raise UsageError(
+                raise NameInUse(
                     f"another process is connected to {self._url} as {self._gateway!r} of {self._cluster!r};"
                     " choose another relay name"
                 ) from error
@@ -293,7 +309,7 @@ class RelayClient(Multiplexer):
             body: list[bytes] = []
             if stream.key() in self._orphans:
                 await self._read_body(stream, body)
-                if await self._claim(stream):
+                if self._claim(stream):
                     return
             await self._respond(stream, stream.head, body)
         except StreamReset:
@@ -390,13 +406,10 @@ class RelayClient(Multiplexer):
             self._orphans.setdefault(stream.key(), []).append(stream)
             self._after(self._claim_s, self._expire_orphan, stream)
 
-    async def _claim(self, repeated: RelayedRequest) -> bool:
+    def _claim(self, repeated: RelayedRequest) -> bool:
         """Answer a repeated request with the response that is kept for it."""
         for orphan in list(self._orphans.get(repeated.key(), [])):
-            while not orphan.body_complete and not orphan.gone.is_set():
-                await asyncio.sleep(POLL_S)  # the application still reads the body
-            waiting = orphan in self._orphans.get(repeated.key(), [])
-            if not waiting or orphan.digest.digest() != repeated.digest.digest():
+            if orphan is repeated or orphan.body_digest() != repeated.body_digest():
                 continue
             outgoing = orphan.outgoing.replay(lambda: self.wake(repeated))
             if outgoing is None:
@@ -427,12 +440,13 @@ class RelayClient(Multiplexer):
             self._forget(orphan)
             orphan.gone.set()
 
-    def _expire_unresumed(self, relay: str | None) -> None:
-        """Give up streams if the link is still down after `resume_s`."""
-        if not self.connected.is_set() and relay == self._relay:
+    def _expire_unresumed(self, lost: int) -> None:
+        """Give up streams if the link that was lost as number `lost` was not replaced in `resume_s`."""
+        if not self.connected.is_set() and lost == self._links:
             for stream in list(self.streams.values()):
                 assert isinstance(stream, RelayedRequest)
                 self.remove(stream)
+                self._ended.append(stream.id)
                 stream.gone.set()
                 stream.reset("the relay was unreachable")
 

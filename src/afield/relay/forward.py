@@ -1,4 +1,4 @@
-"""ASGI application that forwards requests to an HTTP server, for engines that dial out."""
+"""ASGI application that forwards requests to an HTTP server."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import aiohttp
 import msgspec
+from yarl import URL
 
 from afield.relay.streams import HOP_BY_HOP
 
@@ -25,7 +26,11 @@ class HttpForwarder:
     async def __aenter__(self) -> Self:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         self._http = aiohttp.ClientSession(
-            timeout=timeout, auto_decompress=False, connector=aiohttp.TCPConnector(limit=0)
+            timeout=timeout,
+            auto_decompress=False,
+            connector=aiohttp.TCPConnector(limit=0),
+            cookie_jar=aiohttp.DummyCookieJar(),  # cookies belong to the clients, which share this session
+            skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
         )
         return self
 
@@ -60,7 +65,11 @@ class HttpForwarder:
         bodiless = scope["method"] in ("GET", "HEAD")
         try:
             async with self._http.request(
-                scope["method"], url, headers=pairs, data=None if bodiless else body
+                scope["method"],
+                URL(url, encoded=True),  # as the client wrote it, also with dots
+                headers=pairs,
+                data=None if bodiless else body,
+                allow_redirects=False,
             ) as response:
                 headers = [(name.lower(), value) for name, value in response.raw_headers]
                 headers = [(name, value) for name, value in headers if name not in HOP_BY_HOP]

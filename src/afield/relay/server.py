@@ -98,7 +98,7 @@ class RelayMetrics:
         self.bytes_out = 0
 
 
-class Link(Multiplexer):
+class GatewayLink(Multiplexer):
     """Streams of one gateway process, with its connection while there is one."""
 
     def __init__(self, request: LinkRequest) -> None:
@@ -141,7 +141,7 @@ class Relay:
         self._limits = limits or RelayLimits()
         self.instance = secrets.token_hex(8)
         self._challenges = Challenges()
-        self._links: dict[tuple[str, str], dict[int, Link]] = {}
+        self._links: dict[tuple[str, str], dict[int, GatewayLink]] = {}
         self._link_added = asyncio.Condition()
         self._metrics = {name: RelayMetrics() for name in clusters}
         self._closing: set[asyncio.Task[None]] = set()
@@ -166,7 +166,7 @@ class Relay:
                 return self._show_metrics(request, parts[1])
         if len(parts) == 3 and parts[0] == "c":
             return _error(401, "unauthorized", f"cluster {parts[1]!r} is not served here")
-        return _error(404, "not_found", f"{path[:200]} is no route of this relay")
+        return _error(404, "not_found", f"{path[:200]} is not a route of this relay")
 
     # --- agents ----------------------------------------------------------------------------------
 
@@ -214,14 +214,15 @@ class Relay:
         finally:
             sending.cancel()
 
-    async def _link(self, cluster: str, gateway: str, session: str) -> Link | None:
+    async def _link(self, cluster: str, gateway: str, session: str) -> GatewayLink | None:
         """Return the link of a session's gateway process, waiting for its connection."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._limits.hold_s), self._link_added:
                 while True:
                     links = self._links.get((cluster, gateway), {})
                     count = next((link.request.processes for link in links.values()), 1)
-                    if (link := links.get(owner(session, count))) is not None:
+                    link = links.get(owner(session, count))
+                    if link is not None and link.connected.is_set():
                         return link
                     await self._link_added.wait()
         return None
@@ -230,6 +231,9 @@ class Relay:
         """Read the agent's body as fast as the gateway takes it."""
         size = 0
         try:
+            if request.headers.get("Expect", "").lower() == "100-continue":
+                await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                request.writer.output_size = 0
             while True:
                 async with asyncio.timeout(self._limits.body_idle_s):
                     data = await request.content.readany()
@@ -251,7 +255,7 @@ class Relay:
             pass  # `_answer` ends the request
 
     async def _answer(
-        self, request: web.BaseRequest, link: Link, stream: Stream, metrics: RelayMetrics
+        self, request: web.BaseRequest, link: GatewayLink, stream: Stream, metrics: RelayMetrics
     ) -> web.StreamResponse:
         try:
             head = await stream.incoming.read_head(ResponseHead)
@@ -274,7 +278,7 @@ class Relay:
         self._run(self._confirm(request.transport, link, stream))
         return response
 
-    async def _confirm(self, transport: asyncio.Transport | None, link: Link, stream: Stream) -> None:
+    async def _confirm(self, transport: asyncio.Transport | None, link: GatewayLink, stream: Stream) -> None:
         """Tell the gateway that the agent's machine has the whole response."""
         waited_s, pauses = 0.0, iter(DRAIN_POLL_S)
         pause_s = 0.0
@@ -300,7 +304,7 @@ class Relay:
             self._metrics[cluster].refused += 1
             log.warning("relay: link refused cluster=%s peer=%s reason=proof", cluster, request.remote)
             return _error(401, "unauthorized", f"the proof for cluster {cluster!r} is not valid")
-        link = self._links.get((cluster, hello.gateway), {}).get(hello.process)
+        link = self._find(cluster, hello)
         if link and link.request.instance != hello.instance and link.connected.is_set():
             message = f"gateway {hello.gateway!r} of {cluster!r} is connected from another process"
             return _error(409, "name_in_use", f"{message}; give this one another name")
@@ -311,8 +315,8 @@ class Relay:
         if link and link.request.instance != hello.instance:
             link.reset_all("the gateway was restarted")
             link = None
-        link = link or Link(hello)
-        await self._disconnect(link)  # the process dialled again before its old connection was lost
+        link = link or GatewayLink(hello)
+        await self._disconnect(cluster, link)  # the process dialled again before its connection was lost
         received = {str(stream): offset for stream, offset in link.received().items()}
         proof = hello.relay_proof(cluster, secret)
         await socket.send_str(json.dumps({"relay": self.instance, "proof": proof, "streams": received}))
@@ -322,13 +326,24 @@ class Relay:
             log.warning("relay: link refused cluster=%s gateway=%s reason=%s", cluster, hello.gateway, error)
             await socket.close()
             return socket
+        other = self._find(cluster, hello)
+        if other and other is not link and other.connected.is_set():
+            name = (cluster, hello.gateway)
+            log.warning("relay: link refused cluster=%s gateway=%s reason=connected meanwhile", *name)
+            await socket.close()
+            return socket
         await self._serve_link(cluster, link, socket, theirs)
         return socket
 
-    async def _disconnect(self, link: Link) -> None:
+    def _find(self, cluster: str, hello: LinkRequest) -> GatewayLink | None:
+        return self._links.get((cluster, hello.gateway), {}).get(hello.process)
+
+    async def _disconnect(self, cluster: str, link: GatewayLink) -> None:
         """Stop writing to the old connection of a link, and close it in the background."""
         old, writing = link.socket, link.writing
         link.socket = link.writing = None
+        if old:
+            self._lost(cluster, link)
         if writing:
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
@@ -348,15 +363,18 @@ class Relay:
         return decode_streams(message.data)
 
     async def _serve_link(
-        self, cluster: str, link: Link, socket: web.WebSocketResponse, theirs: KnownStreams
+        self, cluster: str, link: GatewayLink, socket: web.WebSocketResponse, theirs: KnownStreams
     ) -> None:
         name = (cluster, link.request.gateway, link.request.process)
         for stream in link.resume(theirs.streams):
             if stream.id in theirs.ended:
                 link.remove(stream)
                 stream.reset("the gateway ended the request")
-            else:  # the process has not seen this request
+            elif stream.outgoing.rewinds_to(0):  # the process has not seen this request
                 stream.outgoing.rewind(0)
+            else:
+                link.remove(stream)
+                stream.reset("the gateway gave up the request while the relay was unreachable")
         for unknown in theirs.streams.keys() - link.streams.keys():
             link.send(Frame(FrameType.RESET, unknown, payload=b"the agent disconnected"))
         link.socket, link.lost_at = socket, None
@@ -374,17 +392,23 @@ class Relay:
         except WireError as error:
             log.error("relay: link closed cluster=%s gateway=%s process=%d error=%s", *name, error)
         finally:
+            if link.socket is socket:  # before any await, which the end of the connection may cancel
+                link.socket = link.writing = None
+                self._lost(cluster, link)
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
-            if link.socket is socket:
-                link.socket = link.writing = None
-                link.connected.clear()
-                link.lost_at = asyncio.get_running_loop().time()
-                log.info("relay: link lost cluster=%s gateway=%s process=%d", *name)
-                self._run(self._expire(cluster, link, link.lost_at))
             await socket.close()
 
-    def _receive(self, link: Link, message: bytes) -> None:
+    def _lost(self, cluster: str, link: GatewayLink) -> None:
+        """Record that a link has no connection; its streams end unless the process dials again in time."""
+        name = (cluster, link.request.gateway, link.request.process)
+        log.info("relay: link lost cluster=%s gateway=%s process=%d", *name)
+        link.connected.clear()
+        loop = asyncio.get_running_loop()
+        link.lost_at = loop.time()
+        loop.call_later(self._limits.resume_s, self._expire, cluster, link, link.lost_at)
+
+    def _receive(self, link: GatewayLink, message: bytes) -> None:
         for frame in decode_frames(message):
             if frame.type is FrameType.RESET:
                 if stream := link.streams.get(frame.stream):
@@ -393,9 +417,8 @@ class Relay:
             else:
                 link.dispatch(frame)  # a stream that was reset here is ignored
 
-    async def _expire(self, cluster: str, link: Link, lost_at: float) -> None:
-        """Give up the streams of a lost link after `resume_s`."""
-        await asyncio.sleep(self._limits.resume_s)
+    def _expire(self, cluster: str, link: GatewayLink, lost_at: float) -> None:
+        """Give up the streams of a link that was lost at a time and not replaced since."""
         if link.lost_at != lost_at:
             return
         name = (cluster, link.request.gateway)
@@ -430,9 +453,10 @@ class Relay:
         return web.Response(text=text, content_type="text/plain")
 
     async def close(self) -> None:
-        for link in [link for links in self._links.values() for link in links.values()]:
-            link.reset_all("the relay is being stopped")
-            await self._disconnect(link)
+        for (cluster, _), links in list(self._links.items()):
+            for link in list(links.values()):
+                link.reset_all("the relay is being stopped")
+                await self._disconnect(cluster, link)
         if closing := list(self._closing):
             _, late = await asyncio.wait(closing, timeout=1.0)
             for task in late:

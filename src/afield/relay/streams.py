@@ -153,7 +153,7 @@ class ResponseHead(Struct, frozen=True, array_like=True):
 def encode_head(head: Struct) -> bytes:
     body = msgspec.msgpack.encode(head)
     if len(body) > MAX_HEAD:
-        raise WireError(f"a head of {len(body)} bytes is too large for the relay; {MAX_HEAD} are allowed")
+        raise WireError(f"the headers have {len(body)} bytes; the relay accepts at most {MAX_HEAD}")
     return _LENGTH.pack(len(body)) + body
 
 
@@ -250,9 +250,13 @@ class Outgoing:
             self._space.set()
         self._wake()
 
+    def rewinds_to(self, offset: int) -> bool:
+        """Whether the bytes from this offset on are kept."""
+        return self._first <= offset <= self.size
+
     def rewind(self, received: int) -> None:
         """Continue at the offset that the reader has received, after a reconnect."""
-        if not self._first <= received <= self.size:
+        if not self.rewinds_to(received):
             raise WireError(f"byte {received} cannot be sent again; {self._first}..{self.size} are kept")
         self._sent, self._end_sent = received, False
         self._wake()
@@ -316,6 +320,10 @@ class Incoming:
         if self.ack_due:
             self._wake()
         return data
+
+    def unread(self) -> bytes:
+        """Bytes that have arrived and were not read."""
+        return b"".join(self._parts)
 
     async def read_head(self, kind: type[T]) -> T:
         """Read the head; the bytes behind it stay unread."""

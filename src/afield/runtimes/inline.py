@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from afield.errors import RateLimited, TaskFailure, Unavailable, WireError
 from afield.interfaces.runtime import Capabilities, Exit, SessionStatus
-from afield.runtimes.base import AttemptTable, failed_exit
+from afield.runtimes.base import BaseRuntime
 from afield.sdk.agent import entry_of
 from afield.sdk.deliver import deliver as deliver_to_address
 from afield.sdk.runner import Runner
@@ -25,16 +25,16 @@ DELIVERY_S = 60.0
 Deliver = Callable[[Invocation, OutcomeRecord], Awaitable[bool]]
 
 
-class InlineRuntime:
+class InlineRuntime(BaseRuntime):
     """Runtime without isolation.
 
     Outcomes go to the address in `_rollout`, or through `deliver` if it is set, e.g. to a memory transport.
     """
 
     def __init__(self, agent: Callable[..., Any], deliver: Deliver | None = None) -> None:
+        super().__init__()
         self._entry = entry_of(agent)
         self._deliver = deliver
-        self._attempts = AttemptTable()
         self._runner: Runner | None = None
 
     @property
@@ -48,7 +48,7 @@ class InlineRuntime:
             if self._deliver is None or isinstance(record, Submission):
                 return deliver_to_address(invocation, record)
             if loop.is_closed():
-                raise Unavailable(f"{record.session_id} outlived the event loop of its runtime")
+                raise Unavailable(f"{record.session_id} was still running when its event loop ended")
             delivery = _awaited(self._deliver(invocation, record))
             return asyncio.run_coroutine_threadsafe(delivery, loop).result(DELIVERY_S)
 
@@ -62,10 +62,7 @@ class InlineRuntime:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        for session_id in self._attempts:
-            self._attempts.record_exit(
-                session_id, failed_exit(f"{session_id}: the runtime was closed", Reason.CANCELLED)
-            )
+        self._attempts.cancel_all()
         if self._runner is not None:
             self._runner.close()
 
@@ -81,22 +78,19 @@ class InlineRuntime:
             self._runner.accept(payload)
         except WireError as error:
             failure = TaskFailure(f"the agent refused its payload: {error}", Reason.LAUNCH)
-            self._attempts.record_exit(attempt.session_id, Exit(failure.failure))
+            self._attempts.record_failed_launch(attempt.session_id, failure)
             raise failure from error
         except Unavailable as error:
-            self._attempts.discard(attempt.session_id, failed_exit(str(error), Reason.LAUNCH))
+            self._attempts.record_failed_launch(attempt.session_id, error)
             raise RateLimited(str(error)) from error
 
     async def adopt(self, attempt: Attempt) -> bool | None:
         """True only for attempts launched by this process: agents end with it."""
         return self._attempts.is_running(attempt.session_id)
 
-    async def wait(self, attempt: Attempt) -> Exit:
-        return await self._attempts.wait(attempt.session_id)
-
     async def stop(self, attempt: Attempt) -> None:
         session_id = attempt.session_id
-        self._attempts.record_exit(session_id, failed_exit(f"{session_id} was stopped", Reason.CANCELLED))
+        self._attempts.record_stop(session_id)
         if self._runner is not None:
             self._runner.stop(session_id)
 

@@ -45,6 +45,19 @@ class _InvocationResponse(Struct, frozen=True):
     instance: str = ""
 
 
+def http_session(keepalive_s: float) -> aiohttp.ClientSession:
+    """Session without a limit of connections, which closes connections that are idle for `keepalive_s`."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=keepalive_s))
+
+
+def encode_payload(session_id: str, payload: dict[str, Any]) -> bytes:
+    """Encode a payload as JSON; raises TaskFailure if that is impossible."""
+    try:
+        return wire.encode(payload)
+    except WireError as error:
+        raise TaskFailure(f"the payload of {session_id} {error}", Reason.LAUNCH) from error
+
+
 async def post(
     http: aiohttp.ClientSession,
     url: str,
@@ -57,15 +70,12 @@ async def post(
     Raises TaskFailure, InfrastructureFailure or RateLimited depending on the status, and aiohttp's error if
     there is no answer.
     """
+    body = encode_payload(attempt.session_id, payload)
     headers = {
         "Content-Type": "application/json",
         "X-Amzn-Bedrock-AgentCore-Runtime-Session-Id": attempt.session_id,
     }
     timeout = aiohttp.ClientTimeout(total=REQUEST_S, sock_connect=CONNECT_S)
-    try:
-        body = wire.encode(payload)
-    except WireError as error:
-        raise TaskFailure(f"the payload of {attempt.session_id} {error}", Reason.LAUNCH) from error
     headers |= key.sign("POST", "/invocations", body) if key else {}
     async with http.post(f"{url}/invocations", data=body, headers=headers, timeout=timeout) as response:
         body_text = await _read_body(response)
@@ -82,9 +92,9 @@ def check_accepted(session_id: str, answer: bytes, where: str) -> None:
     """
     if _decode(answer).status == ACCEPTED:
         return
-    shown = answer[:SHOWN_CHARS].decode("utf-8", "replace")
+    text = answer[:SHOWN_CHARS].decode("utf-8", "replace")
     raise TaskFailure(
-        f"{session_id}: {where} is no rollout app: it answered {shown!r}, not one with"
+        f"{session_id}: {where} is not a rollout app: it answered {text!r}, not one with"
         f' "status": "{ACCEPTED}"; give it an entrypoint (@app.rollout_entrypoint), or name another',
         Reason.NO_AGENT,
     )
@@ -127,23 +137,23 @@ async def _read_body(response: aiohttp.ClientResponse) -> bytes:
     return body
 
 
-def failure_of(attempt: Attempt, status: int, said: str) -> RolloutFailure:
+def failure_of(attempt: Attempt, status: int, body: str) -> RolloutFailure:
     """Map an agent's error status to a failure.
 
     Most 4xx statuses are task failures; all others are infrastructure failures.
     """
     kind = TaskFailure if 400 <= status < 500 and status not in WRONG_SERVER | BUSY else InfrastructureFailure
-    return kind(_message(attempt, status, said), Reason.LAUNCH)
+    return kind(_message(attempt, status, body), Reason.LAUNCH)
 
 
-def _error_of(attempt: Attempt, response: aiohttp.ClientResponse, said: str) -> RolloutFailure | RateLimited:
+def _error_of(attempt: Attempt, response: aiohttp.ClientResponse, body: str) -> RolloutFailure | RateLimited:
     if response.status in BUSY:
-        return RateLimited(_message(attempt, response.status, said), _retry_after(response))
-    return failure_of(attempt, response.status, said)
+        return RateLimited(_message(attempt, response.status, body), _retry_after(response))
+    return failure_of(attempt, response.status, body)
 
 
-def _message(attempt: Attempt, status: int, said: str) -> str:
-    return f"the agent refused the payload of {attempt.session_id} with {status}: {said[:2000]}"
+def _message(attempt: Attempt, status: int, body: str) -> str:
+    return f"the agent refused the payload of {attempt.session_id} with {status}: {body[:2000]}"
 
 
 def _retry_after(response: aiohttp.ClientResponse) -> float | None:

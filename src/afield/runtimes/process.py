@@ -25,16 +25,16 @@ from typing import IO, Any, Self, TypeVar
 import aiohttp
 from msgspec import Struct
 
-from afield.backoff import Backoff
 from afield.errors import InfrastructureFailure, RateLimited, RolloutFailure, UsageError
 from afield.interfaces.runtime import Capabilities, Exit, SessionStatus
-from afield.log_tail import LogSlice, record_slice, tail
-from afield.process_tree import signal_group
 from afield.runtimes import invocations
-from afield.runtimes.base import REMEMBERED, AttemptTable, failed_exit
+from afield.runtimes.base import REMEMBERED, BaseRuntime, failed_exit, make_log_dir
 from afield.runtimes.invocations import NO_ANSWER
 from afield.sdk.signed_invocations import InvocationKey, fresh_key
 from afield.types import Attempt, Reason
+from afield.utils.backoff import Backoff
+from afield.utils.log_tail import LogSlice, record_slice, tail
+from afield.utils.process_tree import signal_group
 
 TAIL_BYTES = 4_000
 LOG_BYTES = 256_000
@@ -239,7 +239,7 @@ MAX_BACKOFF_S = 30.0
 T = TypeVar("T")
 
 
-class ProcessRuntime:
+class ProcessRuntime(BaseRuntime):
     """Runs agents in processes of this machine.
 
     `target` is a target of `afield.sdk.serve`: `path/to/file.py:name` or `package.module:name`. `concurrency`
@@ -266,6 +266,7 @@ class ProcessRuntime:
             raise ValueError(f"workers {workers} must be at least 1")
         if concurrency is not None and concurrency < 1:
             raise ValueError(f"concurrency {concurrency} must be at least 1, or None for no bound")
+        super().__init__()
         self._target = target
         self._command = worker_command(target, env, env_drop, start_timeout_s, outcome_root)
         self._log_dir = log_dir
@@ -273,26 +274,19 @@ class ProcessRuntime:
         self._fresh = fresh
         self._concurrency = concurrency
         self._poll_s = poll_s
-        self._attempts = AttemptTable()
         self._workers: dict[AgentWorker, asyncio.Task[None]] = {}
         self._worker_of: dict[str, AgentWorker] = {}
         self._logs: dict[str, tuple[Path, int]] = {}
-        self._launches: dict[str, asyncio.Task[RolloutFailure | None]] = {}
         self._started = 0
         self._failed_starts = 0
         self._backoff = Backoff(BACKOFF_S, MAX_BACKOFF_S)
         self._start_error: InfrastructureFailure | None = None
         self._retry_at = 0.0
         self._changed = asyncio.Event()
-        self._open = False
 
     async def __aenter__(self) -> Self:
-        try:
-            self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"no logs can be kept in {self._log_dir}: {error}; choose another") from error
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-        self._http = await aiohttp.ClientSession(connector=connector).__aenter__()
+        make_log_dir(self._log_dir)
+        self._http = await invocations.http_session(KEEPALIVE_S).__aenter__()
         self._group = await asyncio.TaskGroup().__aenter__()
         self._open = True
         self._start_missing()
@@ -301,7 +295,7 @@ class ProcessRuntime:
     async def __aexit__(self, *exc: object) -> None:
         self._open = False
         try:
-            for task in (*self._launches.values(), *self._workers.values()):
+            for task in (*self._attempts.launches.values(), *self._workers.values()):
                 task.cancel()
             await self._group.__aexit__(None, None, None)
         finally:
@@ -309,9 +303,7 @@ class ProcessRuntime:
                 worker.kill()
             for session_id, worker in self._worker_of.items():
                 self._record_log(worker, session_id)
-            for session_id in self._attempts:
-                message = f"{session_id}: the runtime was closed"
-                self._attempts.record_exit(session_id, failed_exit(message, Reason.CANCELLED))
+            self._attempts.cancel_all()
             await self._http.close()
 
     @property
@@ -339,23 +331,13 @@ class ProcessRuntime:
                 worker.retired = True
                 worker.kill()
 
-    async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
-        if not self._open:
-            raise RuntimeError("call launch inside 'async with runtime'")
-        await self._attempts.launch_once(
-            attempt.session_id, self._launches, lambda: self._task(self._launch(attempt, payload))
-        )
-
     async def adopt(self, attempt: Attempt) -> bool | None:
         """True only for attempts launched by this process: workers end with it."""
         return self._attempts.is_running(attempt.session_id)
 
-    async def wait(self, attempt: Attempt) -> Exit:
-        return await self._attempts.wait(attempt.session_id)
-
     async def stop(self, attempt: Attempt) -> None:
         session_id = attempt.session_id
-        self._attempts.record_exit(session_id, failed_exit(f"{session_id} was stopped", Reason.CANCELLED))
+        self._attempts.record_stop(session_id)
         if worker := self._worker_of.get(session_id):
             worker.retired = True
             self._release(worker, session_id)
@@ -375,21 +357,20 @@ class ProcessRuntime:
 
     # --- launching -------------------------------------------------------------------------------
 
-    async def _launch(self, attempt: Attempt, payload: dict[str, Any]) -> RolloutFailure | None:
+    async def _launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
         session_id = attempt.session_id
         try:
             worker = await (self._new_worker(session_id) if self._fresh else self._warm_worker(session_id))
             await self._post(worker, attempt, payload)
         except RolloutFailure as failure:
-            self._attempts.record_exit(session_id, Exit(failure.failure))
+            self._attempts.record_failed_launch(session_id, failure)
             if worker := self._worker_of.get(session_id):
                 self._release(worker, session_id)
-            return failure
+            raise
         worker.accepted.add(session_id)
         worker.served += 1
         self._failed_starts = 0
         self._backoff.reset()
-        return None
 
     async def _warm_worker(self, session_id: str) -> AgentWorker:
         """Wait for a free slot and assign it in the least loaded worker."""
@@ -397,7 +378,7 @@ class ProcessRuntime:
         if self._failed_starts == 0 or asyncio.get_running_loop().time() >= self._retry_at:
             self._start_missing()
         while True:
-            self._check_not_stopped(session_id)
+            self._attempts.check_not_stopped(session_id)
             able = [w for w in self._workers if w.ready and not w.retired and self._has_capacity(w)]
             if able:
                 return self._assign(min(able, key=lambda w: len(w.sessions)), session_id)
@@ -411,18 +392,14 @@ class ProcessRuntime:
         """Start a process for this attempt and wait until it is ready."""
         while self._concurrency is not None and len(self._workers) >= self._concurrency:
             await self._changed.wait()
-            self._check_not_stopped(session_id)
+            self._attempts.check_not_stopped(session_id)
         worker = self._assign(self._spawn(session_id), session_id)
         while not worker.ready:
-            self._check_not_stopped(session_id)
+            self._attempts.check_not_stopped(session_id)
             if worker.start_error is not None:
                 raise _copy(worker.start_error)
             await self._changed.wait()
         return worker
-
-    def _check_not_stopped(self, session_id: str) -> None:
-        if not self._attempts.is_running(session_id):
-            raise InfrastructureFailure(f"{session_id} was stopped before it started", Reason.CANCELLED)
 
     def _has_capacity(self, worker: AgentWorker) -> bool:
         return self._concurrency is None or len(worker.sessions) < self._concurrency

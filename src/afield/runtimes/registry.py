@@ -22,10 +22,10 @@ from typing import Any, Self
 from msgspec import Struct
 
 from afield.errors import RateLimited, RolloutFailure, UsageError
-from afield.interfaces.runtime import Capabilities, Exit, Phase, Runtime, SessionStatus
-from afield.process_tree import start_time
-from afield.sqlite import Database
-from afield.types import Attempt
+from afield.interfaces.runtime import Capabilities, Exit, Phase, Runtime, SessionStatus, TaskPreparer
+from afield.types import Attempt, Task
+from afield.utils.process_tree import start_time
+from afield.utils.sqlite import Database
 
 BUSY_TIMEOUT_S = 10.0
 SCHEMA = """
@@ -132,6 +132,15 @@ class SessionRegistry:
             f"INSERT INTO sessions ({COLUMNS}) VALUES (?, ?, '', ?, ?, ?, ?, '', '') ON CONFLICT (session_id)"
             " DO UPDATE SET owner = excluded.owner, phase = excluded.phase, runtime = excluded.runtime",
             *(session_id, runtime, phase, str(owner), time.time(), outlives),
+        )
+
+    def record_process(
+        self, name: str, runtime: str, owner: ProcessRef, process: ProcessRef, *, where: str, log: str
+    ) -> None:
+        """Record a process that ends with its owner, such as a gateway, in place of an earlier one."""
+        values = (name, runtime, where, Phase.RUNNING, str(owner), time.time(), False, str(process), log)
+        self._db.execute(
+            f"INSERT OR REPLACE INTO sessions ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", *values
         )
 
     def update(self, status: SessionStatus) -> None:
@@ -241,6 +250,10 @@ class TrackedRuntime:
 
     async def check(self) -> None:
         await self.runtime.check()
+
+    async def prepare(self, task: Task) -> None:
+        if isinstance(self.runtime, TaskPreparer):
+            await self.runtime.prepare(task)
 
     async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
         self._record(attempt, Phase.STARTING)

@@ -19,10 +19,10 @@ from typing import Any, Self
 import aiohttp
 from msgspec import Struct
 
-from afield.errors import AfieldError, InfrastructureFailure, RateLimited, RolloutFailure, UsageError
+from afield.errors import InfrastructureFailure, RateLimited, UsageError
 from afield.interfaces.runtime import Capabilities, Exit, Phase, SessionStatus
 from afield.runtimes import invocations
-from afield.runtimes.base import AttemptTable, failed_exit
+from afield.runtimes.base import BaseRuntime, failed_exit
 from afield.runtimes.invocations import NO_ANSWER, PingResponse
 from afield.sdk.signed_invocations import key_from_file, user_key
 from afield.types import Attempt, Reason
@@ -85,7 +85,7 @@ class SessionLocation(Struct, frozen=True, kw_only=True):
         return not (self.server or self.unreachable or self.ambiguous)
 
 
-class RemoteRuntime:
+class RemoteRuntime(BaseRuntime):
     """Runs agents on servers at `urls`, such as `http://10.0.0.7:8080`. Closing it does not stop agents.
 
     `key_file` holds the key that signs requests; None uses this user's key. `poll_s` is the poll interval in
@@ -105,20 +105,17 @@ class RemoteRuntime:
         for url in urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"address {url!r} must begin with http:// or https://")
+        super().__init__()
         self._servers = [AgentServer(url) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
         self._key_file = key_file
         self._poll_s = poll_s
         self._unreachable_s = unreachable_s
-        self._attempts = AttemptTable()
-        self._launches: dict[str, asyncio.Task[AfieldError | None]] = {}
         self._polls: list[asyncio.Task[None]] = []
         self._searches: dict[str, asyncio.Task[None]] = {}
-        self._open = False
 
     async def __aenter__(self) -> Self:
         self._key = key_from_file(self._key_file) if self._key_file else user_key()
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-        self._http = await aiohttp.ClientSession(connector=connector).__aenter__()
+        self._http = await invocations.http_session(KEEPALIVE_S).__aenter__()
         self._group = await asyncio.TaskGroup().__aenter__()
         self._polls = [self._group.create_task(self._poll(address)) for address in self._servers]
         self._open = True
@@ -127,13 +124,11 @@ class RemoteRuntime:
     async def __aexit__(self, *exc: object) -> None:
         self._open = False
         try:
-            for task in (*self._launches.values(), *self._searches.values(), *self._polls):
+            for task in (*self._attempts.launches.values(), *self._searches.values(), *self._polls):
                 task.cancel()
             await self._group.__aexit__(None, None, None)
         finally:
-            for session_id in self._attempts:
-                message = f"{session_id}: the runtime was closed; the agent may run on"
-                self._attempts.record_exit(session_id, failed_exit(message, Reason.CANCELLED))
+            self._attempts.cancel_all("; the agent may run on")
             await self._http.close()
 
     @property
@@ -155,15 +150,6 @@ class RemoteRuntime:
                 " start one, for example with: python -m afield.sdk.serve agent.py:agent --port 8080"
             )
 
-    async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
-        if not self._open:
-            raise RuntimeError("call launch inside 'async with runtime'")
-        await self._attempts.launch_once(
-            attempt.session_id,
-            self._launches,
-            lambda: self._group.create_task(self._launch(attempt, payload)),
-        )
-
     async def adopt(self, attempt: Attempt) -> bool | None:
         """None while a server is unreachable or does not list sessions; a search then continues."""
         session_id = attempt.session_id
@@ -179,9 +165,6 @@ class RemoteRuntime:
         self._searches[session_id].add_done_callback(lambda _: self._searches.pop(session_id, None))
         return None
 
-    async def wait(self, attempt: Attempt) -> Exit:
-        return await self._attempts.wait(attempt.session_id)
-
     async def stop(self, attempt: Attempt) -> None:
         """Ask the server that has the session to stop it, or all servers if unknown.
 
@@ -190,8 +173,8 @@ class RemoteRuntime:
         session_id = attempt.session_id
         if self._attempts.has_finished(session_id):
             return
-        self._attempts.record_exit(session_id, failed_exit(f"{session_id} was stopped", Reason.CANCELLED))
-        if session_id in self._launches:
+        self._attempts.record_stop(session_id)
+        if session_id in self._attempts.launches:
             return  # `_launch` deletes the session once a server has accepted it.
         having = [address for address in self._servers if session_id in address.accepted]
         for address in having:
@@ -217,26 +200,18 @@ class RemoteRuntime:
 
     def _status(self, session_id: str) -> SessionStatus:
         having = [address.url for address in self._servers if session_id in address.accepted]
-        starting = session_id in self._launches
+        starting = session_id in self._attempts.launches
         return self._attempts.status(session_id, having[0] if having else "", starting=starting)
 
     # --- launching -------------------------------------------------------------------------------
 
-    async def _launch(self, attempt: Attempt, payload: dict[str, Any]) -> AfieldError | None:
+    async def _launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
         session_id = attempt.session_id
-        try:
-            address = await self._post_to_any(attempt, payload)
-        except RateLimited as throttled:
-            self._attempts.discard(session_id, failed_exit(str(throttled), Reason.LAUNCH))
-            return throttled
-        except RolloutFailure as failure:
-            self._attempts.record_exit(session_id, Exit(failure.failure))
-            return failure
+        address = await self._post_to_any(attempt, payload)
         if not self._attempts.is_running(session_id):
             address.release(session_id)
             await self._delete(address, attempt)
-            return InfrastructureFailure(f"{session_id} was stopped before it started", Reason.CANCELLED)
-        return None
+        self._attempts.check_not_stopped(session_id)
 
     async def _post_to_any(self, attempt: Attempt, payload: dict[str, Any]) -> AgentServer:
         """Post to the least loaded server that is reachable and accepts."""
@@ -260,8 +235,7 @@ class RemoteRuntime:
                 busy.append(error)
             finally:
                 address.reserved.discard(session_id)
-        if not self._attempts.is_running(session_id):
-            raise InfrastructureFailure(f"{session_id} was stopped before it started", Reason.CANCELLED)
+        self._attempts.check_not_stopped(session_id)
         if busy:
             asked = [error.retry_after_s for error in busy if error.retry_after_s is not None]
             raise RateLimited(str(busy[0]), min(asked, default=None))
@@ -313,21 +287,21 @@ class RemoteRuntime:
                 message = f"{address.url} has not answered for {silent_s:.0f} s: {answer}"
                 self._fail(address, expected, message)
 
-    def _record_ended(self, address: AgentServer, expected: dict[str, str], said: PingResponse) -> None:
-        active = said.active
+    def _record_ended(self, address: AgentServer, expected: dict[str, str], reply: PingResponse) -> None:
+        active = reply.active
         if active is None:
-            active = [] if said.status == "Healthy" else list(expected)
+            active = [] if reply.status == "Healthy" else list(expected)
         gone = expected.keys() - set(active)
-        lost = {s for s in gone if expected[s] and expected[s] != said.instance}
+        lost = {s for s in gone if expected[s] and expected[s] != reply.instance}
         for session_id in gone - lost:
             self._attempts.record_exit(session_id, Exit())
             address.release(session_id)
         self._fail(address, lost, f"{address.url} was restarted")
 
-    def _fail(self, address: AgentServer, sessions: Iterable[str], said: str) -> None:
+    def _fail(self, address: AgentServer, sessions: Iterable[str], message: str) -> None:
         for session_id in sessions:
             self._attempts.record_exit(
-                session_id, failed_exit(f"{said}; {session_id} ran there", Reason.DIED)
+                session_id, failed_exit(f"{message}; {session_id} ran there", Reason.DIED)
             )
             address.release(session_id)
 

@@ -43,6 +43,8 @@ class Context(Struct, frozen=True, kw_only=True):
     """Id of the task."""
     exp_id: str
     """Id of the experiment (run)."""
+    args: dict[str, Any] = {}
+    """Arguments of the agent, the same for all tasks: the run's `agent_args`."""
     sampling: Sampling | None = None
     """Sampling parameters that the gateway applies to model calls."""
     seed: int | None = None
@@ -51,6 +53,14 @@ class Context(Struct, frozen=True, kw_only=True):
     A retry after an infrastructure failure has the same seed: otherwise short rollouts, which break less
     often, would replace long ones.
     """
+
+    traceparent: str = ""
+    """W3C trace context of this attempt: parent of the agent's own spans. Empty without traces."""
+
+    @property
+    def request_headers(self) -> dict[str, str]:
+        """Headers of the invocation that AgentCore passes on, as in its own context; empty elsewhere."""
+        return {}
 
     @classmethod
     def of(cls, invocation: Invocation) -> Self:
@@ -72,12 +82,14 @@ class AgentEntry(Struct, frozen=True, kw_only=True):
     """Whether it gets a Context as second argument."""
     aggregate: Aggregate = None
     """Aggregation of several rewards."""
+    context: type[Context] = Context
+    """Class of the second argument."""
 
     def call(self, payload: dict[str, Any], invocation: Invocation) -> Any:
         """The function's result, or an awaitable of it."""
         if not self.whole_payload:
             payload = {k: v for k, v in payload.items() if k != ROLLOUT_FIELD}
-        return self.fn(payload, Context.of(invocation)) if self.takes_context else self.fn(payload)
+        return self.fn(payload, self.context.of(invocation)) if self.takes_context else self.fn(payload)
 
 
 @overload

@@ -1,25 +1,29 @@
 """RolloutApp: `BedrockAgentCoreApp` with rollouts (extra `agentcore`).
 
-An AgentCore agent replaces its decorator by `@app.rollout_entrypoint`. The base class's request context
-reaches the agent, and its task tracking determines the status of `/ping`.
+An AgentCore agent replaces its decorator by `@app.rollout_entrypoint`, or has both: payloads with rollout
+data reach the rollout entrypoint, all others `@app.entrypoint`. The base class's request context reaches the
+agent, and its task tracking determines the status of `/ping`.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any, Protocol
 
 import msgspec
+from msgspec import structs
 
+from afield import wire
 from afield.errors import UsageError
-from afield.sdk.agent import AgentEntry
+from afield.sdk.agent import AgentEntry, Context
 from afield.sdk.app import Entrypoints, HttpReply, Ping, Receive, Scope, Send, parse_json, read_body, respond
 from afield.sdk.runner import Runner
 from afield.sdk.signed_invocations import default_host, in_container, key_for
 
 try:
     from bedrock_agentcore import BedrockAgentCoreApp
+    from bedrock_agentcore.runtime.context import BedrockAgentCoreContext
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
     from starlette.requests import Request
@@ -33,8 +37,19 @@ class Lifespan(Protocol):
     def __call__(self, app: Any, /) -> AbstractAsyncContextManager[Any]: ...
 
 
+class AgentCoreContext(Context, frozen=True):
+    """Context of a rollout with the request headers of its invocation."""
+
+    @property
+    def request_headers(self) -> dict[str, str]:
+        return BedrockAgentCoreContext.get_request_headers() or {}
+
+
 class RolloutApp(BedrockAgentCoreApp, Entrypoints):
-    """Behaves as `afield.App`; `entrypoint`, `ping` and `websocket` are those of the base class."""
+    """Behaves as `afield.App`; `entrypoint`, `ping` and `websocket` are those of the base class.
+
+    An app may have an `entrypoint` and a `rollout_entrypoint`, in any order; the payload tells them apart.
+    """
 
     def __init__(
         self,
@@ -49,6 +64,7 @@ class RolloutApp(BedrockAgentCoreApp, Entrypoints):
             if self.runner is not None:
                 self.runner.close()
 
+        self._production: Callable[..., Any] | None = None
         super().__init__(
             debug, lifespan_with_runner, [*(middleware or ()), Middleware(_CheckedBody, entrypoints=self)]
         )
@@ -61,8 +77,25 @@ class RolloutApp(BedrockAgentCoreApp, Entrypoints):
         async def invoked(payload: Any) -> Response:
             return _response(self.invoke(payload))
 
-        self.entrypoint(invoked)
+        super().entrypoint(invoked)
+        entry = structs.replace(entry, context=AgentCoreContext)
         return Runner(entry, began=self._began, ended=self._ended)
+
+    def entrypoint(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """Register the function for invocations that are no rollouts."""
+        rollouts = self.handlers.get("main") if self.runner is not None else None
+        self._production = super().entrypoint(func)
+        if rollouts is not None:
+            self.handlers["main"] = rollouts
+        return func
+
+    async def _invoke_handler(
+        self, handler: Callable[..., Any], request_context: Any, takes_context: bool, payload: Any
+    ) -> Any:
+        rollout = isinstance(payload, Mapping) and wire.ROLLOUT_FIELD in payload
+        if self._production is not None and not rollout:
+            handler, takes_context = self._production, self._takes_context(self._production)
+        return await super()._invoke_handler(handler, request_context, takes_context, payload)
 
     def _began(self, session_id: str) -> None:
         self._tasks[session_id] = self.add_async_task(f"rollout {session_id}")

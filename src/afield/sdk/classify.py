@@ -87,15 +87,15 @@ def _inside(error: BaseException) -> Iterator[BaseException]:
     """The exception, those it groups, and its causes, each once."""
     pending, seen = [error], set[int]()
     while pending:
-        one = pending.pop(0)
-        if id(one) in seen:
+        exception = pending.pop(0)
+        if id(exception) in seen:
             continue
-        seen.add(id(one))
-        yield one
-        if isinstance(one, BaseExceptionGroup):
-            pending.extend(one.exceptions)
-        implicit = None if one.__suppress_context__ else one.__context__
-        pending.extend(e for e in (one.__cause__, implicit) if e is not None)
+        seen.add(id(exception))
+        yield exception
+        if isinstance(exception, BaseExceptionGroup):
+            pending.extend(exception.exceptions)
+        implicit = None if exception.__suppress_context__ else exception.__context__
+        pending.extend(e for e in (exception.__cause__, implicit) if e is not None)
 
 
 def _codes(error: BaseException) -> list[str]:

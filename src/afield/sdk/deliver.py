@@ -1,4 +1,4 @@
-"""Delivery of outcomes: to a directory, an HTTP endpoint or S3, followed by a hint.
+"""Delivery of outcomes: to a directory, a URL or S3.
 
 1. `deliver` sends an outcome to the address in `_rollout`. Delivering twice changes nothing. Transient errors
    (connections, 5xx, a full disk) are retried a few times; then Unavailable is raised.

@@ -1,4 +1,4 @@
-"""Heartbeats: POSTs every few seconds that keep running sessions alive at their gateway.
+"""Heartbeats: POSTs that keep sessions alive at their gateway.
 
 One daemon thread serves all sessions of the process over a few connections per gateway. Errors never reach an
 agent: an unavailable gateway is retried later, and a server without the route gets no further heartbeats. An

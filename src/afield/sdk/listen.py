@@ -1,4 +1,4 @@
-"""Listening sockets, bound before slow start-up so that a used port fails at once."""
+"""Listening sockets, bound before slow start-up."""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@
 2. Daemons that the work leaves become children of the watcher (on Linux), which kills them at the end.
 3. The watcher ends the work when stdin closes, and exits with the code or signal of the work when that ends.
    It forwards SIGTERM.
+
+`python -m afield.sdk.parent_watch PROGRAM [ARGUMENT ...]` runs a program in this way.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ import contextlib
 import os
 import select
 import signal
+import sys
 from typing import NoReturn
 
-from afield.process_tree import adopt_orphans, die_with_parent, kill_children
+from afield.utils.process_tree import adopt_orphans, die_with_parent, kill_children
 
 REAP_S = 10.0
 WATCHED = (signal.SIGTERM, signal.SIGCHLD)
@@ -25,16 +28,16 @@ def end_with_stdin() -> None:
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken)
-    for one in WATCHED:
-        signal.signal(one, lambda *_: None)
+    for number in WATCHED:
+        signal.signal(number, lambda *_: None)
     adopt_orphans()
     watcher = os.getpid()
     work = os.fork()
     if work:
         _watch(work, wake, woken)
     signal.set_wakeup_fd(-1)
-    for one in WATCHED:
-        signal.signal(one, signal.SIG_DFL)
+    for number in WATCHED:
+        signal.signal(number, signal.SIG_DFL)
     # A watcher killed by SIGKILL takes at least the work with it.
     die_with_parent(watcher)
     os.close(wake)
@@ -82,3 +85,16 @@ def _close_others(*keep: int) -> None:
         if low < kept:  # an empty range would close all
             os.closerange(low, kept)
         low = kept + 1
+
+
+def main(argv: list[str]) -> NoReturn:
+    end_with_stdin()
+    try:
+        os.execvp(argv[0], argv)
+    except OSError as error:
+        sys.stderr.write(f"{argv[0]}: {error.strerror}\n")
+        os._exit(127)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,9 +1,11 @@
 """Rewards: reading an agent's return value, aggregation, and the `Reward` base class.
 
-An agent returns a number; `{"reward": x}`; or `{"rewards": number | {name: number} | [number, ...]}`, with
-optional "turn_rewards", "named_turn_rewards", "metrics" (numbers) and "stop_reason". Other keys are kept as
-`extra`. Several rewards need an aggregation. A value that is not a finite number raises VerifierFailure with
-that value; an extra value that JSON cannot hold raises TaskFailure with its key.
+An agent returns a number; a list of numbers; `{"reward": x}`; or
+`{"rewards": number | {name: number} | [number, ...]}`, with optional "turn_rewards", "named_turn_rewards",
+"metrics" (numbers) and "stop_reason". Other keys are kept as `extra`. Several named rewards need an
+aggregation; of a list without one, the last counts, as in the AgentCore toolkit. A value that is not a
+finite number raises VerifierFailure with that value; an extra value that JSON cannot hold raises TaskFailure
+with its key.
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ from msgspec import Struct, field
 from afield import wire
 from afield.errors import TaskFailure, UsageError, VerifierFailure, WireError
 from afield.sdk.classify import attributed, clean
-from afield.types import Reason
+from afield.types import Reason, RewardSource
 
 Rewards = dict[str, float]
 Aggregate = str | Mapping[str, float] | Callable[[Rewards], float] | None
 
 RESULT_KEYS = ("reward", "rewards", "turn_rewards", "named_turn_rewards", "metrics", "stop_reason")
+AGENT_REWARD = "agent_reward"
+"""Metric with the reward that an agent returned although the caller gives the rewards."""
 TURN_ID = re.compile(r"(?:.*[-_])?t\d+|\d+")
 
 AGGREGATES: dict[str, Callable[[Rewards], float]] = {
@@ -42,8 +46,8 @@ AGGREGATES: dict[str, Callable[[Rewards], float]] = {
 class AgentResult(Struct, frozen=True, kw_only=True):
     """An agent's return value."""
 
-    reward: float
-    """The rollout's reward, aggregated if there are several."""
+    reward: float | None
+    """The rollout's reward, aggregated if there are several; None if the caller gives it later."""
     rewards: Rewards = field(default_factory=dict)
     """Rewards by name; those of a list have their index as name."""
     turn_rewards: Rewards = field(default_factory=dict)
@@ -58,10 +62,19 @@ class AgentResult(Struct, frozen=True, kw_only=True):
     """All other keys, copied through JSON."""
 
 
-def read_result(value: object, aggregate: Aggregate = None) -> AgentResult:
-    """Read what an agent returned; raises VerifierFailure or TaskFailure."""
+def read_result(
+    value: object, aggregate: Aggregate = None, reward_from: RewardSource = "agent"
+) -> AgentResult:
+    """Read what an agent returned; raises VerifierFailure or TaskFailure.
+
+    With rewards from the caller, an agent needs no reward; one that it returns is a metric.
+    """
+    if reward_from == "caller":
+        return _read_unrewarded(value)
     if value is None:
         raise VerifierFailure("the agent returned None; return its reward, a number", Reason.REWARD)
+    if isinstance(value, list | tuple):
+        value = {"rewards": value}
     if not isinstance(value, Mapping):
         return AgentResult(reward=number(value, "the reward"))
     if "reward" not in value and "rewards" not in value:
@@ -70,6 +83,8 @@ def read_result(value: object, aggregate: Aggregate = None) -> AgentResult:
             Reason.REWARD,
         )
     rewards = read_rewards(value["rewards"]) if "rewards" in value else {}
+    if aggregate is None and isinstance(value.get("rewards"), list | tuple):
+        aggregate = _last
     # With both keys, "reward" is the agent's own aggregation of "rewards".
     reward = number(value["reward"], "the reward") if "reward" in value else combine(rewards, aggregate)
     return AgentResult(
@@ -78,6 +93,28 @@ def read_result(value: object, aggregate: Aggregate = None) -> AgentResult:
         turn_rewards=_read_turn_rewards(value.get("turn_rewards")),
         named_turn_rewards=_read_named_turn_rewards(value.get("named_turn_rewards")),
         metrics=_read_metrics(value.get("metrics")),
+        stop_reason=clean(str(value.get("stop_reason") or "")),
+        extra=_read_extra({k: v for k, v in value.items() if k not in RESULT_KEYS}),
+    )
+
+
+def _read_unrewarded(value: object) -> AgentResult:
+    """What an agent returned whose reward the caller gives; a reward of its own becomes a metric."""
+    if value is None:
+        return AgentResult(reward=None)
+    if isinstance(value, list | tuple):
+        value = {"rewards": value}
+    if isinstance(value, str | bytes):
+        raise VerifierFailure(f"the agent returned {_repr(value)}; return it in a dict", Reason.REWARD)
+    if not isinstance(value, Mapping):
+        return AgentResult(reward=None, metrics={AGENT_REWARD: number(value, "the reward")})
+    own = {} if value.get("reward") is None else {AGENT_REWARD: number(value["reward"], "the reward")}
+    return AgentResult(
+        reward=None,
+        rewards={} if value.get("rewards") is None else read_rewards(value["rewards"]),
+        turn_rewards=_read_turn_rewards(value.get("turn_rewards")),
+        named_turn_rewards=_read_named_turn_rewards(value.get("named_turn_rewards")),
+        metrics=_read_metrics(value.get("metrics")) | own,
         stop_reason=clean(str(value.get("stop_reason") or "")),
         extra=_read_extra({k: v for k, v in value.items() if k not in RESULT_KEYS}),
     )
@@ -120,6 +157,10 @@ def combine(rewards: Rewards, aggregate: Aggregate) -> float:
     with attributed(VerifierFailure):
         combined = (AGGREGATES[aggregate] if isinstance(aggregate, str) else aggregate)(dict(rewards))
     return number(combined, "the aggregated reward")
+
+
+def _last(rewards: Rewards) -> float:
+    return list(rewards.values())[-1]
 
 
 def check_aggregate(aggregate: Aggregate) -> None:
@@ -218,8 +259,8 @@ def _read_extra(value: Mapping[object, object]) -> dict[str, Any]:
 class Reward:
     """Base class for graders: subclasses define `__call__`, sync or async, with keyword arguments.
 
-    `__call__` returns a number or a dict of named numbers. An exception in it becomes a VerifierFailure, so
-    that a grader's error does not count against the agent.
+    `__call__` returns a number, a list of numbers or a dict of named numbers. An exception in it becomes a
+    VerifierFailure, so that a grader's error does not count against the agent.
     """
 
     name: str = ""
@@ -258,5 +299,7 @@ async def _await_grade(value: Awaitable[Any], name: str) -> Any:
     return _check_grade(value, name)
 
 
-def _check_grade(value: object, name: str) -> float | dict[str, float]:
+def _check_grade(value: object, name: str) -> float | list[float] | dict[str, float]:
+    if isinstance(value, list | tuple):
+        return list(read_rewards(value).values())
     return read_rewards(value) if isinstance(value, Mapping) else number(value, f"reward {name!r}")

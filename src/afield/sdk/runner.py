@@ -223,7 +223,10 @@ class Runner:
                 work = self._awaited(value, invocation)
                 value = asyncio.run_coroutine_threadsafe(work, self._agents_loop()).result()
             judged = invocation.role == "judged"
-            results.append(read_submission(value) if judged else read_result(value, self._entry.aggregate))
+            if judged:
+                results.append(read_submission(value))
+            else:
+                results.append(read_result(value, self._entry.aggregate, invocation.reward_from))
         times = {"started": started, "ended": time.time()}
         if not results:
             return OutcomeRecord.of(invocation, _failed(invocation, failures[0]), payload=echo, **times)
@@ -234,6 +237,7 @@ class Runner:
             rollout_id=invocation.rollout_id,
             attempt=invocation.attempt,
             reward=result.reward,
+            reward_pending=result.reward is None,
             rewards=result.rewards,
             turn_rewards=result.turn_rewards,
             named_turn_rewards=result.named_turn_rewards,

@@ -20,7 +20,6 @@ from types import ModuleType
 from typing import Any
 
 from afield import errors
-from afield.asgi_server import AsgiServer, server_config
 from afield.errors import UsageError, boundary
 from afield.sdk.agent import entry_of
 from afield.sdk.app import App, Entrypoints
@@ -28,6 +27,7 @@ from afield.sdk.listen import listen
 from afield.sdk.parent_watch import end_with_stdin
 from afield.sdk.signed_invocations import InvocationKey, in_container, key_for, key_from_descriptor
 from afield.types import Failure, FailureKind, Reason
+from afield.utils.asgi_server import AsgiServer, server_config
 
 
 def parser() -> argparse.ArgumentParser:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from afield.errors import UsageError
-from afield.private_files import STATE, private_directory, read_private, state_directory, write_once
+from afield.utils.private_files import STATE, private_directory, read_private, state_directory, write_once
 
 log = logging.getLogger(__name__)
 

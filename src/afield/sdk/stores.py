@@ -1,4 +1,4 @@
-"""Outcome stores of agents: a directory or an S3 bucket, with write-once objects.
+"""Outcome stores of agents: a directory or an S3 bucket.
 
 1. `deliver_to_store` writes an outcome's data, then its commit if there is none: the first commit decides.
    An outcome that lost is kept apart under `late`.
@@ -26,8 +26,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from afield import sqlite, wire
+from afield import wire
 from afield.errors import Unavailable, UsageError, WireError
+from afield.utils import sqlite
+from afield.utils.durable_files import sync
 from afield.wire import CommitRecord, Invocation, OutcomeRecord
 
 log = logging.getLogger(__name__)
@@ -172,16 +174,8 @@ def _put_if_absent(path: Path, data: bytes) -> bool:
         return False
     finally:
         temporary.unlink(missing_ok=True)
-    _sync_directory(path.parent)
+    sync(path.parent)
     return True
-
-
-def _sync_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_hint(root: Path, exp_id: str, body: bytes) -> None:

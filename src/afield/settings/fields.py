@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -30,7 +30,9 @@ class Bound(Struct, frozen=True, kw_only=True):
 
     def error(self, value: float) -> str:
         """The violated bound in words; empty if `value` is within bounds."""
-        if self.above is not None and not self.above < value < math.inf:
+        if self.above is not None and not (self.above < value <= self.at_most and value < math.inf):
+            if self.at_most < math.inf:
+                return f"must be above {self.above:g} and at most {self.at_most:g}"
             return "must be positive" if self.above == 0 else f"must be above {self.above:g}"
         if self.at_least is not None and not (self.at_least <= value <= self.at_most and value < math.inf):
             if self.at_most < math.inf:
@@ -105,8 +107,8 @@ class SettingsGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 continue
             for bound in bounds:
                 if error := bound.error(value):
-                    shown = f"{value:g}" if isinstance(value, float) else value
-                    raise ValueError(f"{name} = {shown} {error}")
+                    text = f"{value:g}" if isinstance(value, float) else value
+                    raise ValueError(f"{name} = {text} {error}")
 
 
 def _declared(field: structs.FieldInfo) -> Any:
@@ -140,8 +142,14 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     @property
     def flag(self) -> str:
-        """Name of its command-line flag: without the unit of seconds."""
-        return f"--{self.name.removesuffix('_s').replace('_', '-')}"
+        """Name of its command-line flag: without the unit of seconds, and in the singular for a mapping."""
+        name = self.name.removesuffix("s") if self.mapping else self.name.removesuffix("_s")
+        return f"--{name.replace('_', '-')}"
+
+    @property
+    def mapping(self) -> bool:
+        """Whether it maps names of the user's own to values, given as repeated KEY=VALUE."""
+        return get_origin(self.plain) is Mapping
 
     @property
     def plain(self) -> Any:
@@ -157,7 +165,7 @@ class Setting(Struct, frozen=True, kw_only=True):
     @property
     def table(self) -> bool:
         """Whether it is a table of settings, written [train.NAME] in files."""
-        return isinstance(self.plain, type) and issubclass(self.plain, Struct)
+        return is_table(self.plain)
 
     @property
     def metavar(self) -> str:
@@ -170,6 +178,11 @@ class Setting(Struct, frozen=True, kw_only=True):
         if self.name.endswith("_s"):
             return "SECONDS"
         return {int: "N", float: "X", str: "NAME"}.get(self.plain, "VALUE")
+
+
+def is_table(kind: Any) -> bool:
+    """Whether a type is a struct of settings."""
+    return isinstance(kind, type) and issubclass(kind, Struct)
 
 
 def settings_of(struct: type[Struct]) -> list[Setting]:
@@ -227,11 +240,11 @@ def _default(field: structs.FieldInfo) -> Any:
 
 @cache
 def _bounds(struct: type[Struct]) -> list[tuple[str, list[Bound]]]:
-    found = [
+    fields = [
         (field.name, [mark for mark in annotations_of(field.type) if isinstance(mark, Bound)])
         for field in structs.fields(struct)
     ]
-    return [(name, bounds) for name, bounds in found if bounds]
+    return [(name, bounds) for name, bounds in fields if bounds]
 
 
 @cache

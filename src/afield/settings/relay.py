@@ -17,10 +17,11 @@ class RelayServerSettings(SettingsGroup, frozen=True, kw_only=True):
     """Address to listen on."""
     port: Annotated[int, Metavar("PORT"), Bound(at_least=0, at_most=65535)] = 8500
     """Port to listen on; 0 takes any free one."""
-    cluster: Annotated[tuple[str, ...], Metavar("NAME=FILE")] = ()
-    """Cluster that may connect, with the file of its secret (mode 0600); may be repeated."""
+    cluster: Annotated[tuple[str, ...], Metavar("NAME[=FILE]")] = ()
+    """Cluster that may connect, with the file of its secret (mode 0600), or AFIELD_RELAY_SECRET; may be
+    repeated."""
     tls_cert: FilePath = ""
-    """File with the TLS certificate chain; without it TLS ends in front of the relay."""
+    """File with the TLS certificate chain; without it a proxy in front of the relay must terminate TLS."""
     tls_key: FilePath = ""
     """File with the TLS private key."""
     log_format: LogFormat = "text"

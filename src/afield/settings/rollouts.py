@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import field
 
 from afield.settings.fields import (
     RESUMABLE,
@@ -30,19 +33,22 @@ class AgentSettings(SettingsGroup, frozen=True, kw_only=True):
     title: ClassVar[str] = "Agents"
 
     agent: Target = ""
-    """Agent to run, FILE.py:NAME or package.module:NAME. Not needed if the runtime runs an image, or agents
-    that are served elsewhere."""
+    """Agent to run: FILE.py:NAME, package.module:NAME, or a harness such as claude-code. Not needed if the
+    runtime runs an image, or agents that are served elsewhere."""
+    agent_args: Annotated[Mapping[str, Any], Metavar("KEY=VALUE")] = field(default_factory=dict)
+    """Arguments of the agent, the same for all tasks; the agent reads them from `Context.args`."""
     runtime: Annotated[str, Metavar("NAME[=WHERE]"), RESUMABLE] = "process"
     """Runtime in which agents run: process, sandbox, container=IMAGE, agentcore=ARN, kubernetes=IMAGE, ray,
     inline, or served=URL,URL."""
     transport: Annotated[str, Metavar("SPEC")] = "files"
-    """Transport of outcomes: files, memory, or an address such as s3://BUCKET?sqs=URL."""
+    """Store through which outcomes of agents reach the run: files, memory, or an address such as
+    s3://BUCKET?sqs=URL."""
     workers: Annotated[Count, RESUMABLE] = 2
-    """Number of agent processes that the runtime `process` starts."""
+    """Agent processes that the runtime `process` starts; the rollouts share them."""
     process_per_rollout: bool = False
-    """Start a new process for every rollout, with the runtime `process`."""
+    """With the runtime `process`: start a new process for every rollout."""
     concurrency: Annotated[Count, RESUMABLE] = 64
-    """Rollouts in flight at once."""
+    """Largest number of concurrent rollouts."""
     poll_interval_s: Positive = 5.0
     """Seconds between two polls of the outcome store."""
     unavailable_timeout_s: Annotated[Positive, RESUMABLE] = 600.0
@@ -61,21 +67,22 @@ class Deadlines(SettingsGroup, frozen=True, kw_only=True):
     first_call_timeout_s: Positive | None = None
     """Seconds from launch until the first model call."""
     idle_timeout_s: Positive | None = None
-    """Seconds between two model calls."""
+    """Largest number of seconds between two model calls."""
     attempt_timeout_s: Positive = 300.0
     """Seconds from launch to outcome of one attempt. Time that calls wait in a queue extends it, at most by
     as much again."""
     verifier_timeout_s: Positive | None = None
-    """Seconds from the end of the session to the outcome."""
+    """Seconds that a verifier has, from the end of the session to the outcome."""
     upload_timeout_s: Positive = 5.0
-    """Seconds from the end of the agent to its outcome."""
+    """Seconds from the end of the agent's process to the arrival of its outcome."""
     teardown_timeout_s: Positive = 30.0
-    """Seconds to stop an agent."""
+    """Seconds that stopping an agent may take."""
     rollout_timeout_s: Positive | None = None
     """Seconds for a rollout with all its attempts."""
     active_s: Positive | None = None
-    """Seconds since the last model call within which an attempt that times out is a policy failure; later it
-    is an infrastructure failure. Default: 60, at most half of attempt_timeout_s."""
+    """Seconds after a model call in which a timeout of the attempt counts as a policy failure, because the
+    agent was still calling the model; later it is an infrastructure failure. Default: 60, at most half of
+    attempt_timeout_s."""
     heartbeat_timeout_s: Positive = 15.0
     """Seconds without a heartbeat after which an agent counts as dead, unless its runtime reports it alive.
     Only for agents whose SDK sends heartbeats."""
@@ -127,11 +134,14 @@ class LaunchSettings(SettingsGroup, frozen=True, kw_only=True):
     launch_rate: Annotated[Positive | None, RESUMABLE] = None
     """Launches and stops per second; by default a rate is learned from throttling errors."""
     cold_start_s: Annotated[NotNegative, RESUMABLE] = 0.0
-    """Seconds that an agent takes to start; with launch_rate it bounds the launches in flight."""
+    """Seconds that an agent takes to start; with launch_rate it bounds the concurrent launches."""
     launching: Annotated[Count | None, RESUMABLE] = None
-    """Launches in flight at once."""
+    """Largest number of concurrent launches; None sets no limit, apart from launch_rate."""
     limiter_file: FilePath = ""
-    """File through which runs on this machine share one launch budget."""
+    """File through which runs on this machine share one launch rate."""
+    limiter_url: Url = ""
+    """Redis server through which runs on several machines share one launch rate:
+    redis://HOST:PORT/DB?name=NAME."""
 
 
 class GatewayAddress(SettingsGroup, frozen=True, kw_only=True):
@@ -146,7 +156,7 @@ class GatewayAddress(SettingsGroup, frozen=True, kw_only=True):
     gateway_port: CountOrZero = 0
     """Port of the started gateway; 0 takes any free one."""
     gateway_url: Url = ""
-    """Address by which agents reach the started gateway, if it is another."""
+    """Address by which agents reach the started gateway, if it differs from the one it listens on."""
 
 
 def check_gateway_address(settings: GatewayAddress) -> None:

@@ -73,7 +73,9 @@ class ContainerOptions(SettingsGroup, frozen=True, kw_only=True):
     title: ClassVar[str] = "Runtime container"
 
     image: Annotated[str, Metavar("IMAGE")] = ""
-    """Image of the agent. Needed, here or as --runtime container=IMAGE."""
+    """Image of the agent. Needed, here or as --runtime container=IMAGE, unless all rows name one."""
+    image_key: Annotated[str, Metavar("COLUMN")] = ""
+    """Column of task rows that names the image of each; rows without it use `image`."""
     socket: str = ""
     """Address of the engine, unix:///... or tcp://...; empty takes DOCKER_HOST, then the usual sockets."""
     pull: Literal["missing", "always", "never"] = "missing"
@@ -117,18 +119,22 @@ class AgentCoreOptions(SettingsGroup, frozen=True, kw_only=True):
 
     arn: str = ""
     """ARN of an existing agent runtime."""
+    image_key: Annotated[str, Metavar("COLUMN")] = ""
+    """Column of task rows that names the image of each; `arns` has its agent runtime."""
+    arns: Mapping[str, str] = field(default_factory=dict)
+    """ARN of an existing agent runtime for each image that rows name."""
     agent_name: str = ""
     """Name of an agent runtime to create or update, instead of `arn`."""
     container_uri: str = ""
-    """Image URI of the agent runtime to create."""
+    """Image URI of the AgentCore agent runtime that afield creates."""
     role_arn: str = ""
-    """Execution role of the agent runtime to create."""
+    """Execution role of the AgentCore agent runtime that afield creates."""
     subnets: tuple[str, ...] = ()
-    """VPC subnets of the agent runtime to create."""
+    """VPC subnets of the AgentCore agent runtime that afield creates."""
     security_groups: tuple[str, ...] = ()
-    """VPC security groups of the agent runtime to create."""
+    """VPC security groups of the AgentCore agent runtime that afield creates."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of the agent runtime to create."""
+    """Environment variables of the AgentCore agent runtime that afield creates."""
     qualifier: str = "DEFAULT"
     """Endpoint qualifier of the agent runtime."""
     region: str = ""
@@ -163,7 +169,9 @@ class KubernetesOptions(SettingsGroup, frozen=True, kw_only=True):
     title: ClassVar[str] = "Runtime kubernetes"
 
     image: Annotated[str, Metavar("IMAGE")] = ""
-    """Image of the agent. Needed, here or as --runtime kubernetes=IMAGE."""
+    """Image of the agent. Needed, here or as --runtime kubernetes=IMAGE, unless all rows name one."""
+    image_key: Annotated[str, Metavar("COLUMN")] = ""
+    """Column of task rows that names the image of each; rows without it use `image`."""
     namespace: str = "default"
     """Namespace of the Jobs."""
     kubeconfig: str = ""
@@ -207,7 +215,7 @@ class KubernetesOptions(SettingsGroup, frozen=True, kw_only=True):
 
 
 class RayOptions(SettingsGroup, frozen=True, kw_only=True):
-    """Agents as tasks of a Ray cluster."""
+    """A Ray cluster, for agents and for gateways."""
 
     title: ClassVar[str] = "Runtime ray"
 
@@ -225,3 +233,7 @@ class RayOptions(SettingsGroup, frozen=True, kw_only=True):
     """Ray runtime environment of agents."""
     log_dir: str = ""
     """Directory of agent logs on the nodes; empty takes Ray's."""
+    gateway_cpus: NotNegative = 0.0
+    """CPUs that each gateway reserves, with `on = "ray"`."""
+    gateway_gpus: NotNegative = 0.0
+    """GPUs that each gateway reserves for its embedded engine, with `on = "ray"`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from afield.exclusions import AbandonedAnswers, SideCalls
+from afield.runs.exclusions import AbandonedAnswers, SideCalls
 from afield.settings.fields import SettingsGroup, values_of
 
 Thinking = Literal["preserve", "template", "per_turn"]
@@ -16,34 +16,37 @@ ClientSampling = Literal["temperature", "top_p", "top_k", "seed"]
 
 
 class SessionPolicies(SettingsGroup, frozen=True, kw_only=True):
-    """Treatment of requests and turns, the same in POST /sessions, RolloutClient, `afield train` and veRL."""
+    """How the gateway handles requests and turns of a session.
+
+    POST /sessions, RolloutClient, `afield train` and veRL take the same options.
+    """
 
     title: ClassVar[str] = "Sessions"
 
     client_sampling: tuple[ClientSampling, ...] = ()
     """Sampling parameters that requests may set for themselves. All others are the run's."""
     thinking: Thinking = "preserve"
-    """Earlier reasoning in later prompts. `preserve` keeps it, `template` leaves it to the chat template,
-    `per_turn` keeps it within a turn."""
+    """Reasoning of earlier replies in later prompts: `preserve` keeps it as sampled, `template` leaves it to
+    the chat template, `per_turn` does so too and makes each turn a training sequence of its own."""
     escape: Escape = "escape"
-    """Control tokens in the text of messages. `escape` encodes them as plain text, `faithful` as control
-    tokens, `reject` answers 400."""
+    """Text of messages that spells a control token, such as <|im_end|>: `escape` encodes it as plain text,
+    `faithful` as the control token, `reject` answers 400."""
     render: Render = "fold"
-    """Conversations that the chat template refuses. `fold` changes them by declared rules and tags their
-    turns `render:RULE`, `strict` answers 400."""
+    """Conversations that the chat template rejects or renders in part: `fold` changes them by fixed rules and
+    tags their turns `render:RULE`, `strict` answers 400."""
     side_calls: SideCalls = "exclude"
-    """Side calls that are kept out of the loss. `exclude` those declared or with a known fingerprint,
-    `declared` those declared, `train` none."""
+    """Model calls beside the task, such as naming the session, that are left out of the loss: `exclude`
+    those that the client declares and those of known clients, `declared` only the former, `train` none."""
     abandoned_answers: AbandonedAnswers = "exclude"
-    """Answers to a repeated request that nothing continues, beside one that something does. `exclude` keeps
-    them out of the loss; `train` is for agents that sample a request several times on purpose."""
+    """Replies that no later request continues, to a request with another reply that one does: `exclude`
+    keeps them out of the loss, `train` trains them, for agents that sample a request several times."""
     unsupported: Unsupported = "refuse"
-    """Requests with an unsupported parameter. `refuse` answers 400; `ignore` drops the
-    parameter and tags the turn `ignored:NAME`."""
+    """Requests with an unsupported parameter: `refuse` answers 400, `ignore` drops the parameter and tags
+    the turn `ignored:NAME`."""
     constrained_turns: ConstrainedTurns = "train"
-    """Turns sampled under a constraint (structured output, forced tool calls). `train` trains them with the
-    constrained distribution on both sides, `exclude` keeps them out of the loss, `ignore` samples without
-    the constraint and tags the turn `ignored:NAME`."""
+    """Turns sampled under a constraint, such as structured output or a forced tool call: `train` rescores
+    them under the same constraint, `exclude` keeps them out of the loss, `ignore` samples without the
+    constraint and tags the turn `ignored:NAME`."""
 
 
 def policies_of(settings: SessionPolicies) -> dict[str, Any]:

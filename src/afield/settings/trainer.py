@@ -18,7 +18,9 @@ Credit = Literal["outcome", "turns"]
 Importance = Literal["token", "sequence", "masked", "off"]
 KLEstimator = Literal["k1", "k2", "k3"]
 LayoutName = Literal["tree", "padded"]
+LRScheduleName = Literal["constant", "linear", "cosine"]
 LossName = Literal["ppo", "cispo", "gspo", "dr_grpo"]
+MaskTruncated = Literal["off", "turn", "rollout"]
 RoundingName = Literal["stochastic", "nearest"]
 TrainerDtype = Literal["float32", "bfloat16"]
 EngineDtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -64,7 +66,7 @@ class TrainerOptions(SettingsGroup, frozen=True, kw_only=True):
     length: Count | None = None
     """Tokens that aggregate `constant` divides a rollout by; default: max_tokens times max_calls."""
     importance: Importance = "token"
-    """Correction for tokens that an older policy sampled."""
+    """Importance weights for tokens that an older policy sampled."""
     importance_cap: Annotated[float, Bound(at_least=1)] = 2.0
     """Upper bound of importance weights."""
     kl_estimator: KLEstimator = "k3"
@@ -82,8 +84,17 @@ class TrainerOptions(SettingsGroup, frozen=True, kw_only=True):
     """Passes over each batch."""
     weight_decay: NotNegative = 0.0
     """AdamW's weight decay."""
+    mask_truncated: MaskTruncated = "off"
+    """Replies that `max_tokens` or the context cut off. `turn` leaves them out of the loss, `rollout` all
+    replies of their rollout; rewards stay in the baseline."""
+    overlong_buffer: CountOrZero = 0
+    """Length of the range below max_tokens in which a rollout's longest reply is penalised, as in DAPO; 0 is
+    off."""
+    overlong_penalty: NotNegative = 1.0
+    """Penalty of a reply of max_tokens, subtracted from the reward; replies inside overlong_buffer get a
+    share of it."""
     layout: LayoutName = "tree"
-    """Layout of a batch. `tree` computes shared prefixes once."""
+    """Layout of a batch: `tree` computes shared prefixes once, `padded` computes each row for itself."""
     max_tokens_per_pass: Count = 16384
     """Tokens of one forward pass. Lower it if memory runs out."""
     dtype: TrainerDtype = "float32"
@@ -100,7 +111,7 @@ class TrainerOptions(SettingsGroup, frozen=True, kw_only=True):
     device: str = ""
     """Torch device; empty is cuda if there is one, else cpu."""
     devices: Count = 1
-    """GPUs that the model is sharded over."""
+    """Number of GPUs that the model is sharded over."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

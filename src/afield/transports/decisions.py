@@ -17,7 +17,7 @@ from afield import wire
 from afield.errors import RolloutFailure, TaskFailure, Unavailable
 from afield.interfaces.transport import Fence, PendingAttempt
 from afield.sdk.classify import storable
-from afield.sdk.results import Rewards, read_result
+from afield.sdk.results import read_result
 from afield.sdk.stores import committed_record, read_object
 from afield.transports.stores.base import CollectorStore
 from afield.types import Attempt, Failure, Outcome
@@ -140,7 +140,7 @@ def read_toolkit_result(data: bytes, waiting: PendingAttempt) -> OutcomeRecord |
         return None
     payload = result.get("payload")
     echo = {k: v for k, v in payload.items() if k != wire.ROLLOUT_FIELD} if isinstance(payload, dict) else {}
-    outcome, extra = _toolkit_outcome(result, waiting.attempt)
+    outcome, extra = _toolkit_outcome(result, waiting)
     return OutcomeRecord(
         exp_id=waiting.rollout.exp_id,
         input_id=waiting.rollout.task.id,
@@ -152,12 +152,13 @@ def read_toolkit_result(data: bytes, waiting: PendingAttempt) -> OutcomeRecord |
     )
 
 
-def _toolkit_outcome(result: dict[str, Any], attempt: Attempt) -> tuple[Outcome, dict[str, Any]]:
+def _toolkit_outcome(result: dict[str, Any], waiting: PendingAttempt) -> tuple[Outcome, dict[str, Any]]:
+    attempt = waiting.attempt
     try:
         if result["status_code"] != TOOLKIT_OK:
             raise TaskFailure(f"the agent answered {result['status_code']}: {result.get('stop_reason', '')}")
         returned = {key: value for key, value in result.items() if key not in TOOLKIT_KEYS}
-        parsed = read_result(returned, _last if isinstance(result.get("rewards"), list) else None)
+        parsed = read_result(returned, reward_from=waiting.reward_from)
     except RolloutFailure as error:
         failure = error.failure
         trace = str(result.get("traceback") or failure.traceback)
@@ -167,6 +168,7 @@ def _toolkit_outcome(result: dict[str, Any], attempt: Attempt) -> tuple[Outcome,
         rollout_id=attempt.rollout_id,
         attempt=attempt.n,
         reward=parsed.reward,
+        reward_pending=parsed.reward is None,
         rewards=parsed.rewards,
         turn_rewards=parsed.turn_rewards,
         named_turn_rewards=parsed.named_turn_rewards,
@@ -174,7 +176,3 @@ def _toolkit_outcome(result: dict[str, Any], attempt: Attempt) -> tuple[Outcome,
         stop_reason=parsed.stop_reason,
     )
     return outcome, parsed.extra
-
-
-def _last(rewards: Rewards) -> float:
-    return list(rewards.values())[-1]

@@ -138,22 +138,23 @@ class StoreTransport:
         if self.store.page and len(waiting) > max(self._single_reads, self._pages):
             return await self._call(self._listed, waiting)
         decided = await asyncio.gather(
-            *(self._call(decisions.decidable, self.store, one) for one in waiting), return_exceptions=True
+            *(self._call(decisions.decidable, self.store, pending) for pending in waiting),
+            return_exceptions=True,
         )
         for result in decided:
             if isinstance(result, BaseException):
                 raise result
-        return [one.attempt for one, ok in zip(waiting, decided, strict=True) if ok]
+        return [pending.attempt for pending, ok in zip(waiting, decided, strict=True) if ok]
 
     def _listed(self, waiting: Sequence[PendingAttempt]) -> list[Attempt]:
         keys: set[str] = set()
-        for exp_id in {one.rollout.exp_id for one in waiting}:
+        for exp_id in {pending.rollout.exp_id for pending in waiting}:
             keys.update(self.store.list(f"{exp_id}/"))
         self._pages = len(keys) // self.store.page
         return [
-            one.attempt
-            for one in waiting
-            if keys.intersection([decisions.commit_key(one), *decisions.result_keys(self.store, one)])
+            pending.attempt
+            for pending in waiting
+            if keys.intersection([decisions.commit_key(pending), *decisions.result_keys(self.store, pending)])
         ]
 
     async def late(self, exp_id: str) -> list[Attempt]:
@@ -172,7 +173,7 @@ class StoreTransport:
             left = max(0.0, end - loop.time())
             try:
                 leased = await self.notifier.lease(exp_id, left)
-                attempts = [a for one in leased for a in await self._take(one, exp_id)]
+                attempts = [a for lease in leased for a in await self._take(lease, exp_id)]
                 self._unavailable = False
             except Unavailable as error:
                 self._log_unavailable(error)
@@ -182,9 +183,9 @@ class StoreTransport:
                 return list(dict.fromkeys(attempts))
 
     async def acknowledge(self, exp_id: str, attempts: Sequence[Attempt]) -> None:
-        done = [leased for attempt in attempts for leased in self._release((exp_id, attempt))]
+        leases = [leased for attempt in attempts for leased in self._release((exp_id, attempt))]
         try:
-            await self.notifier.ack(done)
+            await self.notifier.ack(leases)
             if isinstance(self.notifier, ClearableNotifier):
                 await self.notifier.clear(exp_id, [_hint(exp_id, attempt.session_id) for attempt in attempts])
         except Unavailable as error:

@@ -6,9 +6,8 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +22,9 @@ from afield.turn_tree import TurnTree, canonical
 from afield.types import FinishReason, Message, ToolCall
 from support.gateways import Running, chat_session, running, vocabulary
 from support.replies import REPLIES, STARTED, done, pieces
+
+if TYPE_CHECKING:  # takes a second to import, which every worker would spend
+    import anthropic
 
 pytestmark = pytest.mark.anyio
 VOCAB = vocabulary()
@@ -46,6 +48,8 @@ def call(**arguments: Any) -> str:
 async def client_of(
     up: Running, session: str = "r.1", **spec: Any
 ) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    import anthropic
+
     ticket = await up.client.open(SessionSpec(id=session, **spec))
     async with anthropic.AsyncAnthropic(
         base_url=ticket.base_url, api_key=ticket.api_key, max_retries=0
@@ -115,7 +119,7 @@ def test_a_call_without_arguments_has_an_empty_input() -> None:
     assert answer["content"][0]["input"] == {}
 
 
-def test_stop_reasons() -> None:
+def test_each_end_has_its_anthropic_stop_reason() -> None:
     reply = Message(role="assistant", content="x")
     reasons = [
         DIALECT.response(STARTED, finished, ResponseOptions())["stop_reason"]
@@ -125,7 +129,7 @@ def test_stop_reasons() -> None:
     assert DIALECT.response(STARTED, done(reply, stop="END"), ResponseOptions())["stop_sequence"] == "END"
 
 
-def test_error_types() -> None:
+def test_each_status_has_its_anthropic_error_type() -> None:
     assert DIALECT.encode_error(context_exceeded(20, 10))["error"] == {
         "type": "invalid_request_error",
         "message": "prompt is too long: 20 tokens > 10 maximum",
@@ -223,6 +227,8 @@ async def test_the_client_reads_text_calls_and_usage(tmp_path: Path, stream: boo
 
 
 async def test_client_raises_its_own_errors(tmp_path: Path) -> None:
+    import anthropic
+
     script = [said("x" * 40, fail="unavailable", chunks=(2,)), ScriptedReply(fail="unavailable")]
     async with running(ScriptedEngine(script, max_context=200), tmp_path) as up, client_of(up) as client:
         with pytest.raises(anthropic.BadRequestError) as refused:

@@ -41,7 +41,7 @@ def test_claude_code_metadata_does_not_change_the_root() -> None:
     assert decoded([USER], system="x-anthropic-billing-header: v=1;\nS").messages[0].content == "S"
 
 
-def test_turn_is_one_message_and_results_are_separate() -> None:
+def test_anthropic_turn_decodes_to_one_message_and_separate_tool_results() -> None:
     use = {"type": "tool_use", "id": "call_t1_0", "name": "get_price", "input": {"item": "x"}}
     second = {**use, "id": "call_t1_1", "cache_control": {"type": "ephemeral"}}
     thinking = {"type": "thinking", "thinking": "hm", "signature": seal("t1")}
@@ -154,7 +154,7 @@ def test_unenforced_parameters_are_tagged() -> None:
                 "tools": [{"type": "web_search_20250305", "name": "web_search"}],
                 "tool_choice": {"type": "tool", "name": "web_search"},
             },
-            "'web_search' runs on the provider's servers",
+            "'web_search' is a tool that only the provider could run",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "url"}}]}]},

@@ -57,7 +57,7 @@ def test_empty_parts_and_unknown_fields_are_accepted() -> None:
     assert (thought.content, thought.reasoning) == ("", "hm")
 
 
-def test_model_is_optional() -> None:
+def test_request_without_a_model_is_accepted() -> None:
     assert DIALECT.decode(asked({"model": None, "messages": [USER]}))[0].model == ""
 
 

@@ -268,7 +268,7 @@ def test_echoed_response_or_stream_is_the_reply(reply: Message, sizes: list[int]
     assert {chunk["responseId"] for chunk in chunks} == {answer["responseId"]}
 
 
-def test_stop_reasons() -> None:
+def test_each_end_has_its_gemini_finish_reason() -> None:
     reply = Message(role="assistant", content="x")
     ends = (done(reply), done(reply, FinishReason.LENGTH), done(reply, stop="END"))
     reasons = [
@@ -277,7 +277,7 @@ def test_stop_reasons() -> None:
     assert reasons == ["STOP", "MAX_TOKENS", "STOP"]
 
 
-def test_error_statuses() -> None:
+def test_each_error_has_its_gemini_status() -> None:
     over = DIALECT.encode_error(context_exceeded(20, 10))["error"]
     assert over["message"] == "The input token count (20) exceeds the maximum number of tokens allowed (10)."
     assert (over["code"], over["status"]) == (400, "INVALID_ARGUMENT")

@@ -69,7 +69,7 @@ def test_instructions_are_a_system_message() -> None:
     assert (request.max_tokens, request.stream, request.after) == (7, True, None)
 
 
-def test_model_is_optional() -> None:
+def test_request_without_a_model_is_accepted() -> None:
     assert decode(input="Hi", model=None).model == ""
 
 

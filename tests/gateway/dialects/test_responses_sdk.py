@@ -180,7 +180,7 @@ async def test_custom_and_namespaced_tools_work(tmp_path: Path, stream: bool) ->
         assert second.output_text == "Done."
         record = await up.client.finalize("r.1")
     assert [turn.parent for turn in record.turns] == [None, "t1"]
-    assert record.turns[0].tags == ("overridden:tools.web_search",)
+    assert record.turns[0].tags == ("overridden:tools.web_search", "empty-schema:spawn")
 
 
 async def test_usage_and_ids_are_recorded_values(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ async def test_stored_responses_survive_a_restart_and_can_be_deleted(tmp_path: P
             await client.responses.retrieve(first.id)
         with pytest.raises(openai.NotFoundError):
             await client.responses.delete(first.id)
-        with pytest.raises(openai.BadRequestError, match="is not of this session"):
+        with pytest.raises(openai.BadRequestError, match="is not one of this session"):
             await client.responses.create(model="m", input="x", previous_response_id=first.id)
         assert await client.responses.retrieve(second.id) == second
         record = await up.client.finalize("r.1")

@@ -1,7 +1,7 @@
 """Reply events and the interface of tool-call readers.
 
-A parser emits events as tokens arrive; a dialect's encoder converts them to its own stream. A call that turns
-out malformed gets no `ToolEnd`: it is withdrawn, and its text follows as `TextDelta`.
+A parser emits events as tokens arrive; a dialect's encoder converts them to its own stream. A call is
+reported when it is complete; a malformed one is text, exactly as sampled.
 """
 
 from __future__ import annotations
@@ -92,8 +92,9 @@ class CallReader(Protocol):
         """Read text; returns the number of characters consumed. The caller passes the rest again."""
         ...
 
-    def take(self) -> str:
-        """Argument text since the previous `take`; empty before the name is complete."""
+    @property
+    def arguments(self) -> str:
+        """Arguments of a complete call, as JSON."""
         ...
 
 
@@ -106,7 +107,9 @@ def matches(text: str, at: int, literal: str) -> bool | None:
 
 def partial(text: str, marker: str) -> int:
     """Length of the longest suffix of the text that is a proper prefix of the marker."""
-    for n in range(min(len(text), len(marker) - 1), 0, -1):
-        if marker.startswith(text[-n:]):
-            return n
+    at = text.find(marker[:1], max(0, len(text) - len(marker) + 1)) if marker else -1
+    while at >= 0:
+        if marker.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(marker[0], at + 1)
     return 0

@@ -1,7 +1,7 @@
 """Reader of harmony replies (gpt-oss), where every message has a channel.
 
 1. `analysis` is reasoning; `final` and a preamble in `commentary` are text; a message to `functions.NAME` is
-   a call, whose arguments are streamed.
+   a call.
 2. A call is complete when its arguments are a JSON object and its message has ended; any other message to a
    tool is text.
 3. `openai-harmony` is not used: it downloads a vocabulary and raises on malformed replies, which have to stay
@@ -26,14 +26,11 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 class HarmonyReader:
-    """Reader of harmony replies; without `tools`, messages to functions are text.
+    """Reader of harmony replies; without `tools`, messages to functions are text."""
 
-    With `hold_calls`, a call is reported only when it is complete.
-    """
-
-    def __init__(self, *, tools: bool, hold_calls: bool) -> None:
+    def __init__(self, *, tools: bool) -> None:
         self._tools = tools
-        self._out = ReplyBuilder(hold_calls=hold_calls)
+        self._out = ReplyBuilder()
         self._held = ""
         self._header: str | None = ""
         self._channel = ""
@@ -87,7 +84,7 @@ class HarmonyReader:
         recipient = _RECIPIENT.search(header)
         if recipient and self._tools:
             self._body = _Body(recipient.group(1))
-            self._call = self._out.open(self._body, "")
+            self._call = OpenCall(self._body, "")
 
     def _read_body(self) -> bool:
         at, end = min(((at, end) for end in _ENDS if (at := self._held.find(end)) >= 0), default=(-1, ""))
@@ -105,7 +102,6 @@ class HarmonyReader:
     def _take(self, text: str) -> None:
         if self._call is not None:
             self._call.feed(text)
-            self._out.report(self._call)
         elif self._channel == "analysis":
             self._out.think(text)
         else:
@@ -114,8 +110,9 @@ class HarmonyReader:
     def _end(self) -> None:
         if self._call is not None and self._body is not None:
             self._body.close()
-            self._out.report(self._call)
-            if self._call.status is not CallState.CLOSED:
+            if self._call.status is CallState.CLOSED:
+                self._out.add_call(self._call.finished)
+            else:
                 self._out.say(self._call.sampled)
         self._call = self._body = None
 
@@ -142,10 +139,9 @@ class _Body:
         self._right &= not self._scanner.failed and not rest[at:].strip()
         return len(text)
 
-    def take(self) -> str:
-        text = "".join(self._arguments)
-        self._arguments.clear()
-        return text
+    @property
+    def arguments(self) -> str:
+        return "".join(self._arguments)
 
     def close(self) -> None:
         self.status = CallState.CLOSED if self._right and self._scanner.done else CallState.BROKEN

@@ -1,7 +1,7 @@
 """Readers of JSON tool calls: one object, or name and arguments.
 
-Arguments are streamed as they are sampled. A call is broken unless it has exactly the format: JSON by RFC
-8259, no duplicate key, a valid name, no lone surrogate.
+A call is broken unless it has exactly the format: JSON by RFC 8259, no duplicate key, a valid name, no lone
+surrogate.
 """
 
 from __future__ import annotations
@@ -93,12 +93,9 @@ class ObjectCall:
         self._arguments.append(match["arguments"])
         return True
 
-    def take(self) -> str:
-        if self.name is None:
-            return ""
-        text = "".join(self._arguments)
-        self._arguments.clear()
-        return text
+    @property
+    def arguments(self) -> str:
+        return "".join(self._arguments)
 
     def _between(self, text: str, at: int) -> int:
         """Read one character between keys and values."""
@@ -226,10 +223,9 @@ class HeadedCall:
                 break
         return at
 
-    def take(self) -> str:
-        text = "".join(self._arguments)
-        self._arguments.clear()
-        return text
+    @property
+    def arguments(self) -> str:
+        return "".join(self._arguments)
 
     def _step(self, text: str, at: int) -> int:
         if self._state == "head":

@@ -60,13 +60,11 @@ class Reader(Protocol):
 class ReplyBuilder:
     """Collects the parts of a reply and their events."""
 
-    def __init__(self, *, hold_calls: bool) -> None:
-        self._hold_calls = hold_calls
+    def __init__(self) -> None:
         self._events: list[Event] = []
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
-        self._started = 0
 
     @property
     def message(self) -> Message:
@@ -102,31 +100,22 @@ class ReplyBuilder:
             self._reasoning.append(text)
             self._events.append(ReasoningDelta(text))
 
-    def open(self, reader: CallReader, before: str) -> OpenCall:
-        """Start a call; `before` is the text that opened it."""
-        return OpenCall(reader, before, self._started)
-
-    def report(self, call: OpenCall) -> None:
-        """Add the new events of a call; with `hold_calls`, only when it is complete."""
-        if self._hold_calls and call.status is not CallState.CLOSED:
-            return
-        self._events.extend(call.news())
-        if call.started:
-            self._started = call.index + 1
-        if call.status is CallState.CLOSED:
-            self._events.append(ToolEnd(call.index))
-            self._calls.append(call.finished)
+    def add_call(self, call: ToolCall) -> None:
+        """Add a complete tool call."""
+        index = len(self._calls)
+        self._events.append(ToolStart(index, call.name, call.id))
+        if call.arguments:
+            self._events.append(ToolArguments(index, call.arguments))
+        self._events.append(ToolEnd(index))
+        self._calls.append(call)
 
 
 class OpenCall:
     """Tool call being read, with the text it was read from."""
 
-    def __init__(self, reader: CallReader, before: str, index: int) -> None:
-        self.index = index
-        self.started = False
+    def __init__(self, reader: CallReader, before: str) -> None:
         self._reader = reader
         self._sampled = [before]
-        self._arguments: list[str] = []
 
     @property
     def status(self) -> CallState:
@@ -139,24 +128,13 @@ class OpenCall:
 
     @property
     def finished(self) -> ToolCall:
-        """Call with the arguments reported so far."""
-        return ToolCall(self._reader.id, self._reader.name or "", "".join(self._arguments))
+        """The complete call."""
+        return ToolCall(self._reader.id, self._reader.name or "", self._reader.arguments)
 
     def feed(self, text: str) -> int:
         taken = self._reader.feed(text)
         self._sampled.append(text[:taken])
         return taken
-
-    def news(self) -> list[Event]:
-        """Events since the previous call."""
-        events: list[Event] = []
-        if self._reader.name is not None and not self.started:
-            self.started = True
-            events.append(ToolStart(self.index, self._reader.name, self._reader.id))
-        if text := self._reader.take():
-            self._arguments.append(text)
-            events.append(ToolArguments(self.index, text))
-        return events
 
 
 class ReplyReader:
@@ -166,7 +144,6 @@ class ReplyReader:
         reasoning: reasoning tags; None if the model has none.
         thinking: whether the prompt opened a block of reasoning.
         tool_format: tool-call format; None parses no calls.
-        hold_calls: report a call only when it is complete.
         tools: tools of the call, whose schemas give the types of tagged arguments.
     """
 
@@ -176,14 +153,13 @@ class ReplyReader:
         reasoning: ReasoningFormat | None,
         thinking: bool,
         tool_format: ToolFormat | None,
-        hold_calls: bool,
         tools: Sequence[Tool] = (),
     ) -> None:
         self.malformed = False
         self._tags = reasoning or ReasoningFormat("", "", "")
         self._format = tool_format
         self._tools = tools
-        self._out = ReplyBuilder(hold_calls=hold_calls)
+        self._out = ReplyBuilder()
         self._held = ""
         self._state = "text" if reasoning is None else "reasoning" if thinking else "start"
         self._bare = tool_format is not None and tool_format.bare
@@ -346,16 +322,16 @@ class ReplyReader:
 
     def _open(self, tool_format: ToolFormat, taken: int) -> None:
         before, self._held = self._section + self._held[:taken], self._held[taken:]
-        self._call = self._out.open(tool_format.reader(self._tools), before)
+        self._call = OpenCall(tool_format.reader(self._tools), before)
 
     def _read_call(self, call: OpenCall) -> bool:
         self._held = self._held[call.feed(self._held) :]
         if call.status is CallState.BROKEN:
             self._withdraw(call, "")
             return True
-        self._out.report(call)
         if call.status is CallState.OPEN:
             return False
+        self._out.add_call(call.finished)
         self._call, self._after_call = None, True
         self._section, self._state = "", "text"
         if self._format is not None and self._format.next is not None:
@@ -364,7 +340,6 @@ class ReplyReader:
 
     def _withdraw(self, call: OpenCall, rest: str) -> None:
         self.malformed = True
-        self._out.report(call)
         self._call = None
         self._leave()
         self._say(call.sampled + rest)

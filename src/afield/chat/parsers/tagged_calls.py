@@ -67,7 +67,6 @@ class TaggedCall:
         self._value: list[str] = []
         self._arguments: dict[str, str] = {}
         self._ends = list(tags.ends)
-        self._taken = False
         self._steps = {
             "head": self._read_head,
             "name": self._read_name,
@@ -87,10 +86,8 @@ class TaggedCall:
                 break
         return at
 
-    def take(self) -> str:
-        if self.status is not CallState.CLOSED or self._taken:
-            return ""
-        self._taken = True
+    @property
+    def arguments(self) -> str:
         return "{" + ", ".join(f"{_quoted(key)}: {value}" for key, value in self._arguments.items()) + "}"
 
     def _read_head(self, text: str, at: int) -> int:

@@ -40,8 +40,8 @@ def main(base_url: str, key: str, model_id: str, task: str, go_on: str) -> None:
     def ask(question: str) -> str:
         """Ask a helper, who works on the question alone."""
         helper = build(model, [look])
-        given = {"messages": [SystemMessage("You help."), HumanMessage(question)]}
-        return helper.invoke(given)["messages"][-1].text
+        state = {"messages": [SystemMessage("You help."), HumanMessage(question)]}
+        return helper.invoke(state)["messages"][-1].text
 
     agent = build(model, [look, ask])
     system = SystemMessage("You go step by step.")

@@ -63,11 +63,11 @@ def main(api_base: str, key: str, model: str, task: str, go_on: str, keys: str) 
         raise SystemExit("the model does not answer")
 
     def run(call: Any) -> str:
-        given = json.loads(call.function.arguments)
+        arguments = json.loads(call.function.arguments)
         if call.function.name == "ask":
             start = [{"role": "system", "content": "You help."}]
-            return walk([*start, {"role": "user", "content": given["question"]}], [LOOK])[-1].content
-        return f"You are at [at {given['thread']}-{given['step']}]."
+            return walk([*start, {"role": "user", "content": arguments["question"]}], [LOOK])[-1].content
+        return f"You are at [at {arguments['thread']}-{arguments['step']}]."
 
     def walk(messages: list[Any], tools: list[Any]) -> list[Any]:
         while True:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 
-from afield.conformance.clients.base import TASK, Client, ClientCommand, Stage, from_npm
+from msgspec import structs
+
+from afield.conformance.clients.base import TASK, Client, from_npm
 from afield.conformance.scenario import (
     ABANDONED,
     ABORTED,
@@ -23,6 +25,8 @@ from afield.conformance.scenario import (
     shell,
     steps,
 )
+from afield.harnesses import claude_code, codex, opencode, qwen_code
+from afield.harnesses.base import ClientCommand, Stage
 
 GO_ON = f"Go on from where you were. {marker('main', 8)}"
 
@@ -38,18 +42,8 @@ def _so_far(prompt: str) -> ModelReply:
 
 
 def _claude(stage: Stage) -> list[ClientCommand]:
-    environment = {
-        "IS_SANDBOX": "1",
-        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        "ANTHROPIC_BASE_URL": stage.base_url,
-        "ANTHROPIC_API_KEY": stage.api_key,
-    }
-    options = ("--model", stage.model, "--dangerously-skip-permissions", "--output-format", "json")
-
-    def say(*words: str) -> ClientCommand:
-        return ClientCommand((str(stage.programs / "claude"), "-p", *words, *options), environment)
-
-    return [say(TASK), say("/compact", "--continue"), say(GO_ON, "--continue")]
+    words = ((TASK,), ("/compact", "--continue"), (GO_ON, "--continue"))
+    return [claude_code.command(stage, *more) for more in words]
 
 
 def _claude_bash(thread: str, step: int) -> ToolUse:
@@ -77,39 +71,21 @@ def _claude_scenario() -> Scenario:
 
 
 CLAUDE_CODE = Client(
-    name="claude-code", install=from_npm("claude-code"), commands=_claude, scenario=_claude_scenario()
+    name="claude-code",
+    install=claude_code.agent.install,
+    commands=_claude,
+    scenario=_claude_scenario(),
 )
 
 
 # --- Codex ---------------------------------------------------------------------------------------
 
-CODEX_CONFIG = """\
-model = {model}
-model_provider = "afield"
-model_auto_compact_token_limit = {limit}
-features = {{ plugins = false }}
-
-[model_providers.afield]
-name = "afield"
-base_url = {base_url}
-env_key = "AFIELD_SESSION_KEY"
-wire_api = "responses"
-
-[analytics]
-enabled = false
-"""
 COMPACT_AT = 30_000  # tokens of the suite's tokenizer: more than the first prompt, less than MUCH prints
 MUCH = "seq 10000 16000"
 
 
 def _codex(stage: Stage) -> list[ClientCommand]:
-    text = CODEX_CONFIG.format(
-        model=json.dumps(stage.model), limit=COMPACT_AT, base_url=json.dumps(stage.openai_base_url)
-    )
-    (stage.home / "config.toml").write_text(text)
-    argv = (str(stage.programs / "codex"), "exec", "--skip-git-repo-check")
-    environment = {"CODEX_HOME": str(stage.home), "AFIELD_SESSION_KEY": stage.api_key}
-    return [ClientCommand((*argv, "--dangerously-bypass-approvals-and-sandbox", TASK), environment)]
+    return [codex.command(structs.replace(stage, context_tokens=COMPACT_AT), TASK)]
 
 
 def _codex_exec(thread: str, step: int) -> ToolUse:
@@ -137,35 +113,17 @@ def _codex_scenario() -> Scenario:
     return steps(_codex_exec, instead=instead, asides=asides, branches=4)
 
 
-CODEX = Client(name="codex", install=from_npm("codex"), commands=_codex, scenario=_codex_scenario())
+CODEX = Client(name="codex", install=codex.agent.install, commands=_codex, scenario=_codex_scenario())
 
 
 # --- opencode ------------------------------------------------------------------------------------
 
 
-OPENCODE_LIMIT = {"context": 32_000, "output": 4096}  # the first prompt fits, the output of MUCH does not
+OPENCODE_CONTEXT = 32_000  # the first prompt fits, the output of MUCH does not
 
 
 def _opencode(stage: Stage) -> list[ClientCommand]:
-    provider = {
-        "npm": "@ai-sdk/openai-compatible",
-        "name": "afield",
-        "options": {"baseURL": stage.openai_base_url, "apiKey": stage.api_key},
-        "models": {stage.model: {"name": stage.model, "limit": OPENCODE_LIMIT}},
-    }
-    named = f"afield/{stage.model}"
-    config = {
-        "autoupdate": False,
-        "share": "disabled",
-        "permission": "allow",
-        "provider": {"afield": provider},
-        "model": named,
-        "small_model": named,
-    }
-    (stage.work / "opencode.json").write_text(json.dumps(config))
-    off = ("AUTOUPDATE", "MODELS_FETCH", "LSP_DOWNLOAD")
-    environment = {f"OPENCODE_DISABLE_{name}": "1" for name in off}
-    return [ClientCommand((str(stage.programs / "opencode"), "run", "--model", named, TASK), environment)]
+    return [opencode.command(structs.replace(stage, context_tokens=OPENCODE_CONTEXT), TASK)]
 
 
 def _opencode_bash(thread: str, step: int) -> ToolUse:
@@ -197,24 +155,11 @@ def _opencode_scenario() -> Scenario:
 
 
 OPENCODE = Client(
-    name="opencode", install=from_npm("opencode"), commands=_opencode, scenario=_opencode_scenario()
+    name="opencode", install=opencode.agent.install, commands=_opencode, scenario=_opencode_scenario()
 )
 
 
 # --- Qwen Code and Gemini CLI --------------------------------------------------------------------
-
-
-def _qwen_code(stage: Stage) -> list[ClientCommand]:
-    environment = {
-        "PATH": f"{stage.programs}:{stage.path}",
-        "OPENAI_API_KEY": stage.api_key,
-        "OPENAI_BASE_URL": stage.openai_base_url,
-        "OPENAI_MODEL": stage.model,
-    }
-    settings = {"security": {"auth": {"selectedType": "openai"}}, "general": {"disableAutoUpdate": True}}
-    (stage.home / ".qwen").mkdir()
-    (stage.home / ".qwen" / "settings.json").write_text(json.dumps(settings))
-    return [ClientCommand((str(stage.programs / "qwen"), "--yolo", "-p", TASK), environment)]
 
 
 def _shell_command(thread: str, step: int) -> ToolUse:
@@ -226,8 +171,8 @@ def _shell_command(thread: str, step: int) -> ToolUse:
 
 QWEN_CODE = Client(
     name="qwen-code",
-    install=from_npm("qwen-code"),
-    commands=_qwen_code,
+    install=qwen_code.agent.install,
+    commands=lambda stage: [qwen_code.command(stage, TASK)],
     # After the cut, Qwen Code requests a continuation and stores both parts as one message.
     scenario=steps(_shell_command, branches=2),
 )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from afield.conformance.clients.base import AGENT_SCRIPTS, TASK, Client, ClientCommand, Stage, from_pypi
+from afield.conformance.clients.base import AGENT_SCRIPTS, TASK, Client, from_pypi
 from afield.conformance.judge import ServedCall
 from afield.conformance.scenario import (
     ABORTED,
@@ -23,28 +23,10 @@ from afield.conformance.scenario import (
     shell,
     steps,
 )
+from afield.harnesses import mini_swe_agent, terminus_2
+from afield.harnesses.base import ClientCommand, Stage
 
 # --- mini-swe-agent ------------------------------------------------------------------------------
-
-
-def _mini(stage: Stage) -> list[ClientCommand]:
-    argv = (
-        str(stage.programs / "mini"),
-        "-y",
-        "--exit-immediately",
-        "-t",
-        TASK,
-        "-m",
-        f"openai/{stage.model}",
-    )
-    environment = {
-        "MSWEA_CONFIGURED": "true",
-        "MSWEA_COST_TRACKING": "ignore_errors",
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-        "OPENAI_API_KEY": stage.api_key,
-        "OPENAI_API_BASE": stage.openai_base_url,
-    }
-    return [ClientCommand(argv, environment)]
 
 
 def _bash(thread: str, step: int) -> ToolUse:
@@ -57,8 +39,8 @@ SUBMIT = ModelReply(
 )
 MINI = Client(
     name="mini-swe-agent",
-    install=from_pypi("mini-swe-agent"),
-    commands=_mini,
+    install=mini_swe_agent.agent.install,
+    commands=lambda stage: [mini_swe_agent.command(stage, TASK)],
     scenario=steps(_bash, instead={"main-9": SUBMIT}),
 )
 
@@ -204,16 +186,6 @@ ADK = Client(
 
 # --- Terminus 2 ----------------------------------------------------------------------------------
 
-TASK_TOML = """\
-schema_version = "1.4"
-[metadata]
-[verifier]
-timeout_sec = 360.0
-[agent]
-timeout_sec = 360.0
-[environment]
-build_timeout_sec = 360.0
-"""
 # In tokens as the client counts them: seven steps fit, the output of MUCH does not.
 LIMITS = {"max_input_tokens": 7000, "max_output_tokens": 2000}
 THRESHOLD = 1000
@@ -221,35 +193,17 @@ MUCH = "seq -s ' ' 1000 3000"
 
 
 def _commands(stage: Stage) -> list[ClientCommand]:
-    task = stage.work / "task"
-    (task / "environment").mkdir(parents=True)
-    (task / "tests").mkdir()
-    (task / "task.toml").write_text(TASK_TOML)
-    (task / "instruction.md").write_text(TASK)
-    (task / "environment" / "Dockerfile").write_text("FROM scratch\n")
-    (task / "tests" / "test.sh").write_text("exit 0\n")
     options = {
-        "api_base": stage.openai_base_url,
         "collect_rollout_details": "true",
-        "record_terminal_session": "false",
         "proactive_summarization_threshold": str(THRESHOLD),
         "model_info": json.dumps(LIMITS),
     }
-    argv = [str(stage.programs / "harbor"), "run", "-p", str(task), "-a", "terminus-2", "-n", "1", "--yes"]
-    argv += ["-m", f"openai/{stage.model}", "-e", "local_environment:LocalEnvironment"]
-    argv += ["-o", str(stage.work / "jobs"), "--disable-verification"]
-    argv += [word for name, value in options.items() for word in ("--ak", f"{name}={value}")]
-    environment = {
-        "OPENAI_API_KEY": stage.api_key,
-        "PYTHONPATH": str(AGENT_SCRIPTS),
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-    }
-    return [ClientCommand(tuple(argv), environment)]
+    return [terminus_2.command(stage, TASK, options)]
 
 
-def _typed(said: str, *commands: str, complete: bool = False) -> ModelReply:
+def _typed(analysis: str, *commands: str, complete: bool = False) -> ModelReply:
     keys = [{"keystrokes": f"{command}\n", "duration": 0.4} for command in commands]
-    body = {"analysis": said, "plan": "Weiter – 次へ.", "commands": keys, "task_complete": complete}
+    body = {"analysis": analysis, "plan": "Weiter – 次へ.", "commands": keys, "task_complete": complete}
     return ModelReply(text=json.dumps(body, ensure_ascii=False))
 
 
@@ -273,7 +227,7 @@ def _scenario() -> Scenario:
 def _kept(stage: Stage, engine_calls: Sequence[ServedCall]) -> list[str]:
     served = {(entry.prompt_ids, entry.token_ids, entry.logprobs) for entry in engine_calls}
     turns: list[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]] = []
-    for path in (stage.work / "jobs").glob("*/*/result.json"):
+    for path in (stage.home / "jobs").glob("*/*/result.json"):
         result = msgspec.json.decode(path.read_bytes())
         for detail in (result.get("agent_result") or {}).get("rollout_details") or []:
             columns = (detail["prompt_token_ids"], detail["completion_token_ids"], detail["logprobs"])
@@ -289,7 +243,7 @@ def _kept(stage: Stage, engine_calls: Sequence[ServedCall]) -> list[str]:
 
 TERMINUS = Client(
     name="terminus-2",
-    install=from_pypi("terminus-2", "3.12"),
+    install=terminus_2.agent.install,
     commands=_commands,
     scenario=_scenario(),
     inspect=_kept,

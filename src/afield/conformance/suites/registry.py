@@ -8,11 +8,12 @@ from pathlib import Path
 
 from msgspec import structs
 
-from afield.conformance.clients.base import ClientCommand, Stage, from_npm, from_pypi
-from afield.conformance.environments import git_files, npm_environment, python_environment
+from afield.conformance.clients.base import from_npm, from_pypi
 from afield.conformance.pins import NPM, OPENRESPONSES, VLLM, VLLM_TESTS, VLLM_WITHOUT
 from afield.conformance.suites.runner import ForeignSuite
 from afield.errors import UsageError
+from afield.harnesses.base import ClientCommand, Stage
+from afield.utils.installations import git_files, npm_environment, python_environment
 
 N = "asks for n > 1, which the gateway refuses with 400: each answer is a call of its own"
 PROMPTS = (

@@ -109,22 +109,22 @@ class PromptConversation(Struct, frozen=True, kw_only=True):
     @property
     def results(self) -> tuple[str, ...]:
         """Tool results since the last user message."""
-        found: list[str] = []
+        results: list[str] = []
         for entry in reversed(self.entries):
             if entry.role == "user" and not entry.results:
                 break
-            found[:0] = entry.results
-        return tuple(found)
+            results[:0] = entry.results
+        return tuple(results)
 
     @property
     def called(self) -> tuple[str, ...]:
         """Names of the tools called since the last user message."""
-        found: list[str] = []
+        names: list[str] = []
         for entry in reversed(self.entries):
             if entry.role == "user" and not entry.results:
                 break
-            found[:0] = entry.uses
-        return tuple(found)
+            names[:0] = entry.uses
+        return tuple(names)
 
 
 # --- prompt --------------------------------------------------------------------------------------
@@ -245,18 +245,18 @@ def _stem(word: str) -> str:
 def words(talk: PromptConversation) -> str:
     """Text reply: count, repetition, recalled name, sum, greeting or fixed sentences."""
     question = talk.question
-    if found := COUNT.search(question):
-        first, last = int(found[1]), int(found[2])
+    if match := COUNT.search(question):
+        first, last = int(match[1]), int(match[2])
         return ", ".join(str(n) for n in range(first, min(last, first + 500) + 1))
-    if found := REPEAT.search(question):
-        return found[1]
+    if match := REPEAT.search(question):
+        return match[1]
     if re.search(r"\bmy name\b", question, re.I):
-        names = [found[1] for e in talk.entries if (found := NAME.search(e.text))]
+        names = [match[1] for e in talk.entries if (match := NAME.search(e.text))]
         if names:
             return f"Your name is {names[-1]}."
-    if found := SUM.search(question):
+    if match := SUM.search(question):
         value = computed(question)
-        return str(value) if ONLY.search(question) else f"{found[1]} {found[2]} {found[3]} = {value}"
+        return str(value) if ONLY.search(question) else f"{match[1]} {match[2]} {match[3]} = {value}"
     if re.fullmatch(r"\W*(?:hi|hey|hello)\b.{0,20}", question.strip(), re.I | re.S):
         return HELLO
     if quoted := QUOTED.search(question):
@@ -326,8 +326,8 @@ class _Writer:
         raise ValueError(f"the model has no rule for {element['type']!r} in a constraint")
 
     def _const_string(self, element: Element) -> str:
-        if found := CALL.search(element["value"]):
-            self._calling = json.loads(found[1])
+        if match := CALL.search(element["value"]):
+            self._calling = json.loads(match[1])
         return element["value"]
 
     def _token(self, element: Element) -> str:
@@ -337,19 +337,19 @@ class _Writer:
         return text
 
     def _sequence(self, element: Element) -> str:
-        return "".join(self.write(one) for one in element["elements"])
+        return "".join(self.write(inner) for inner in element["elements"])
 
     def _or(self, element: Element) -> str:
         options: list[Element] = element["elements"]
         if not any(map(_called, options)):
             return self.write(self._chosen(options))
-        others = [one for one in options if not _called(one)]
-        fitting = [one for one in options if self._uses and self._uses[0].name in _called(one)]
+        others = [option for option in options if not _called(option)]
+        fitting = [option for option in options if self._uses and self._uses[0].name in _called(option)]
         return self.write((fitting or others or options)[0])
 
     def _chosen(self, options: list[Element]) -> Element:
         """Option that the question mentions, else the first."""
-        words = [one.get("value") for one in options]
+        words = [option.get("value") for option in options]
         if not all(isinstance(word, str) for word in words):
             return options[0]
         message = [entry.text for entry in self._talk.entries if entry.role == "assistant"]
@@ -379,8 +379,8 @@ class _Writer:
         if name:
             return json.dumps(self._arguments(name), ensure_ascii=False)
         if isinstance(schema, dict) and schema.get("type") == "object" and not schema.get("properties"):
-            if shown := SHOWN.search(self._talk.question):
-                return shown[0]  # an example in the user's message
+            if match := SHOWN.search(self._talk.question):
+                return match[0]  # an example in the user's message
             return json.dumps({word: f"some {word}" for word in self._values.quoted})
         return json.dumps(self._values.of(schema), ensure_ascii=False)
 
@@ -407,12 +407,12 @@ class _Writer:
 def _called(element: Element) -> set[str]:
     """Names of the functions that an element may call."""
     leaves = [leaf["value"] for leaf in _leaves(element) if leaf["type"] == "const_string"]
-    return {json.loads(found[1]) for value in leaves if (found := CALL.search(value))}
+    return {json.loads(match[1]) for value in leaves if (match := CALL.search(value))}
 
 
 def _leaves(element: Element) -> Any:
-    inner = element.get("elements") or [element[key] for key in ("content",) if key in element]
-    if not inner:
+    children = element.get("elements") or [element[key] for key in ("content",) if key in element]
+    if not children:
         yield element
-    for one in inner:
-        yield from _leaves(one)
+    for child in children:
+        yield from _leaves(child)

@@ -19,11 +19,12 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from afield import factory
-from afield.conformance.clients.base import ClientCommand, Stage, run
+from afield.conformance.clients.base import run
 from afield.conformance.model import CONTROL, IMAGE, SWITCHABLE_TEMPLATE, write_model
 from afield.conformance.runner import RunningGateway, run_gateway
 from afield.conformance.suites.rule_model import RuleModel
 from afield.errors import Unavailable
+from afield.harnesses.base import ClientCommand, Stage
 from afield.interfaces import SessionSpec
 from afield.types import Sampling
 

@@ -1,4 +1,4 @@
-"""JSON values for a schema and texts for a regular expression, from the user's text where possible.
+"""JSON values for schemas, and texts for regular expressions.
 
 The rule-based model uses them as tool arguments and structured replies. Values are made in the order of the
 schema's properties; each number and quoted word of the text is used once.
@@ -37,19 +37,19 @@ DEEP = 12  # depth from which optional properties are omitted, for recursive sch
 
 def computed(text: str) -> int | None:
     """Value of the first sum, difference or product of two integers in a text; None without one."""
-    if not (found := SUM.search(text)):
+    if not (match := SUM.search(text)):
         return None
-    a, sign, b = int(found[1]), found[2], int(found[3])
+    a, sign, b = int(match[1]), match[2], int(match[3])
     return a + b if sign == "+" else a - b if sign == "-" else a * b
 
 
 def places(text: str) -> list[str]:
     """Place names in a text, in order: "in Paris and Rome" has two, "in Oslo, Norway" one."""
-    found: list[str] = []
+    names: list[str] = []
     for match in PLACE.finditer(text):
-        found.append(match[1].rstrip(".,?!'"))
-        found += [name.rstrip(".,?!'") for name in re.split(r",\s+(?:and\s+)?|\s+and\s+", match[2]) if name]
-    return found
+        names.append(match[1].rstrip(".,?!'"))
+        names += [name.rstrip(".,?!'") for name in re.split(r",\s+(?:and\s+)?|\s+and\s+", match[2]) if name]
+    return names
 
 
 class Values:
@@ -91,7 +91,7 @@ class Values:
     def _typed(self, schema: Mapping[str, Any], name: str, root: Mapping[str, Any], depth: int) -> Any:
         kind = schema.get("type")
         if isinstance(kind, list):
-            kind = next((one for one in kind if one != "null"), "null")
+            kind = next((name for name in kind if name != "null"), "null")
         kind = str(kind or ("object" if "properties" in schema else "string")).lower()
         if kind == "object":
             return self._object(schema, root, depth)
@@ -119,9 +119,9 @@ class Values:
 
     def _object(self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> dict[str, Any]:
         required = schema.get("required", [])
-        known = schema.get("properties", {})
-        wanted = [name for name in known if name in required or depth < DEEP]
-        return {name: self._value(known[name], name, root, depth + 1) for name in wanted}
+        properties = schema.get("properties", {})
+        wanted = [name for name in properties if name in required or depth < DEEP]
+        return {name: self._value(properties[name], name, root, depth + 1) for name in wanted}
 
     def _choice(self, values: list[Any]) -> Any:
         message = self._text.lower()
@@ -174,11 +174,11 @@ def _topic(text: str) -> str:
 
 
 def _resolved(reference: str, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Any = root
+    schema: Any = root
     for part in reference.removeprefix("#/").split("/"):
         if part != "#":
-            found = found[part.replace("~1", "/").replace("~0", "~")]
-    return found
+            schema = schema[part.replace("~1", "/").replace("~0", "~")]
+    return schema
 
 
 CATEGORIES = {"CATEGORY_DIGIT": "1234567890", "CATEGORY_WORD": "abcdefgh", "CATEGORY_SPACE": " "}

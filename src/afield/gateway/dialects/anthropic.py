@@ -280,7 +280,7 @@ def _choice(wire_choice: AnthropicToolChoice | None, toolbox: _Toolbox) -> reque
     if wire_choice.type == "tool":
         if wire_choice.name in toolbox.server_side:
             raise bad_request(
-                f"tool_choice: tool {wire_choice.name!r} runs on the provider's servers",
+                f"tool_choice: {wire_choice.name!r} is a tool that only the provider could run",
                 "offer a tool of your own",
             )
         if not wire_choice.name:

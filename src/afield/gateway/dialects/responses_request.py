@@ -105,7 +105,7 @@ class Toolbox(Struct, frozen=True):
     """Client's tool by the model's name of it."""
     tags: tuple[str, ...] = ()
     """Tags of tools and tool options that are not enforced."""
-    shown: Raw = Raw(b"[]")
+    listed: Raw = Raw(b"[]")
     """Tools as responses list them, with all function fields."""
 
     def to_client(self, name: str) -> ClientTool:
@@ -377,7 +377,7 @@ def restore_options(stored: StoredOptions, common: bytes) -> EchoedOptions:
     texts = SHARED_TEXT.decode(common)
     toolbox = read_tools(texts["tools"])
     values = {name: msgspec.json.decode(texts[name]) for name in ("instructions", "text")}
-    fields = stored.fields | values | {"tools": toolbox.shown}
+    fields = stored.fields | values | {"tools": toolbox.listed}
     return EchoedOptions(toolbox, fields, stored.sealed, stored.summary, stored.content)
 
 
@@ -538,7 +538,7 @@ def _echoed_options(wire: ResponsesBody, toolbox: Toolbox) -> EchoedOptions:
         "store": wire.store is not False,
         "text": {"format": {"type": "text"}} | (wire.text or {}),
         "tool_choice": wire.tool_choice or "auto",
-        "tools": toolbox.shown,
+        "tools": toolbox.listed,
         "top_logprobs": wire.top_logprobs or 0,
         "user": wire.user,
     }

@@ -9,56 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from afield import factory
 from afield.client.rollouts import NullObserver
 from afield.errors import Unavailable
-from afield.interfaces import Gateway
-from afield.orchestrator.config import RolloutConfig
-from afield.orchestrator.groups import GroupRunner, Schedule
-from afield.orchestrator.rollout import RolloutRunner
-from afield.orchestrator.state import RolloutStore, RunDirectory
+from afield.orchestrator.state import RunDirectory, RunInfo
 from afield.settings.train import TrainConfig
-from afield.training_run import (
-    AgentRuntimes,
-    GatewayChild,
-    RunBuilder,
-    check_gateway,
-    connect_gateway,
-    gateway_child,
-    run_with_checks,
-)
+from afield.training_run import Collector, open_collector
 from afield.types import Task
 
 T = TypeVar("T")
-
-
-class Collector(NamedTuple):
-    """Components of a running collection."""
-
-    gateway: Gateway
-    """Client of the gateway."""
-    groups: GroupRunner
-    """Runner of groups."""
-    rollout_runner: RolloutRunner
-    """Runner of rollouts."""
-    schedule: Schedule
-    """Order of tasks."""
-    rollout_config: RolloutConfig
-    """Settings of rollouts."""
-    rollout_store: RolloutStore
-    """Store of finished rollouts."""
-    base: int
-    """Version that the gateway served at the start."""
-    engine_dtype: str
-    """Dtype in which weights are published."""
-    child: GatewayChild | None
-    """Gateway process; None if the gateway was not started here."""
 
 
 class CollectorThread:
@@ -133,7 +95,12 @@ class CollectorThread:
 
     async def _collect(self) -> None:
         stopping = asyncio.create_task(self._stopping.wait())
-        async with open_collector(self.config, self.run, self._tasks, self._admin_key) as collector:
+        config, run = self.config, self.run
+        agent = config.agent or config.runtime
+        info = RunInfo(kind="trl", agent=agent, model=config.model, attempts=config.rollouts)
+        async with open_collector(
+            *(config, run, self._tasks, info), NullObserver(), admin_key=self._admin_key
+        ) as collector:
             self._collector.set_result(collector)
             watching = [asyncio.create_task(collector.child.died())] if collector.child else []
             await asyncio.wait([stopping, *watching], return_when=asyncio.FIRST_COMPLETED)
@@ -141,43 +108,3 @@ class CollectorThread:
                 if death.done() and not stopping.done():
                     raise death.result()
                 death.cancel()
-
-
-@asynccontextmanager
-async def open_collector(
-    config: TrainConfig, run: RunDirectory, tasks: Sequence[Task], admin_key: str | None
-) -> AsyncIterator[Collector]:
-    async with AsyncExitStack() as stack:
-        stack.enter_context(run.locked("collect"))
-        parts = RunBuilder(config, run, tasks, stack)
-        child = None
-        if not config.gateway:
-            child = await stack.enter_async_context(gateway_child(config, run))
-        transport = await stack.enter_async_context(factory.transport(config, run))
-        runtimes = AgentRuntimes(
-            factory.runtime(config, run, transport),
-            factory.verifier_runtime(config, run, transport),
-            transport,
-        )
-        for runtime in runtimes.all:
-            await stack.enter_async_context(runtime)
-        checks = [runtime.check() for runtime in runtimes.all]
-        gateway = await stack.enter_async_context(
-            await run_with_checks(connect_gateway(config, child, admin_key), *checks)
-        )
-        if config.gateway:
-            await check_gateway(config, run, admin_key)
-        rollout_runner = await parts.rollout_runner(gateway, runtimes, NullObserver())
-        yield Collector(
-            gateway=gateway,
-            groups=GroupRunner(parts.rollout_config, rollout_runner, parts.rollout_store),
-            rollout_runner=rollout_runner,
-            schedule=parts.schedule,
-            rollout_config=parts.rollout_config,
-            rollout_store=parts.rollout_store,
-            base=await gateway.version(),
-            engine_dtype=factory.published_dtype(
-                config.engine_dtype, await gateway.engine_dtype(), Path(config.model)
-            ),
-            child=child,
-        )

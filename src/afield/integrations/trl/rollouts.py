@@ -133,7 +133,7 @@ def configured(args: Any, model: str, file: str | Path | None, values: Mapping[s
                 f"{name} is the trainer's: give it as {TRAINER_ARGUMENTS[name]} in its arguments"
             )
         if name in UNUSED_SETTINGS:
-            raise UsageError(f"{name} does nothing here, where TRL trains; leave it out")
+            raise UsageError(f"{name} has no effect, since TRL is the trainer; leave it out")
     constrained = merged(from_toml, keywords).get("constrained_turns", "exclude")
     if constrained == "train":
         raise UsageError(
@@ -167,8 +167,8 @@ def check_credit(learn: Any) -> None:
         )
     if options.get("rewards"):
         raise UsageError(
-            "learn.rewards are not weighed where TRL trains; leave them out, and let agents give the reward"
-            " that counts"
+            "learn.rewards is not supported by TRL; leave it out, and let agents return the weighted sum as"
+            " their reward"
         )
 
 
@@ -196,7 +196,9 @@ def as_tasks(source: TaskRows) -> list[Task]:
         except (WireError, ValueError, TypeError) as error:
             raise UsageError(f"row {number} of the tasks: {error}") from error
         if task.id in tasks:
-            raise UsageError(f"row {number} of the tasks: the id {task.id!r} was used before")
+            raise UsageError(
+                f"row {number} of the tasks: the id {task.id!r} was used before; give each task its own id"
+            )
         tasks[task.id] = task
     if not tasks:
         raise UsageError("there are no tasks: give at least one row")

@@ -86,7 +86,7 @@ class SyncRollouts:
         results = [finished for group in groups for finished in group.finished]
         rewards = [finished.outcome.reward_or_floor(0.0) for finished in results]
         columns = [self._columns(finished, version) for finished in results]
-        self._forget(collector, groups)
+        self._forget(collector, groups, trainer.state.global_step + 1)
         if all(reward is None for reward in rewards):
             raise UsageError(f"no rollout has a reward; the first one: {results[0].outcome.failure}")
         return {name: [row[name] for row in columns] for name in EMPTY} | {"outcome_reward": rewards}
@@ -109,7 +109,8 @@ class SyncRollouts:
             count = len(list(repeated))
             if prompt not in self._by_id:
                 raise UsageError(
-                    f"the prompt {prompt!r} is not a task id; pass trainer_kwargs to the trainer"
+                    f"the prompt {prompt!r} is not a task id; create the trainer with"
+                    " GRPOTrainer(..., **rollouts.trainer_kwargs)"
                 )
             if count % number:
                 raise UsageError(f"the prompt {prompt!r} comes {count} times, not num_generations={number}")
@@ -138,8 +139,10 @@ class SyncRollouts:
             "logprobs": list(main.response_logprobs),
         }
 
-    def _forget(self, collector: Collector, groups: Sequence[Group]) -> None:
+    def _forget(self, collector: Collector, groups: Sequence[Group], step: int) -> None:
+        """Move rollouts from the rollout store to the file of their step."""
         for group in groups:
+            collector.run.append_rollouts(step, group.finished)
             for finished in group.finished:
                 collector.rollout_store.remove(finished.rollout.id)
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from afield import factory
 from afield.errors import UsageError
 from afield.integrations.trl.collector_thread import CollectorThread
-from afield.rounding import Rounding, make_rounding, write_rounding
+from afield.models.rounding import Rounding, make_rounding, write_rounding
 from afield.trainers.model_directory import copy_but_weights, replaced
 from afield.trainers.publication import Rounder
 from afield.types import Policy
@@ -62,7 +63,9 @@ class WeightTransfer:
         collector = self._collector.start()
         version = collector.base + self.sent + 1
         directory = self._collector.run.weights(version)
-        rounding = make_rounding(collector.engine_dtype, self._collector.config.seed, version)
+        config = self._collector.config
+        dtype = factory.published_dtype(config.engine_dtype, collector.served_dtype, Path(config.model))
+        rounding = make_rounding(dtype, config.seed, version)
         self.published = write(self._model, directory, iterator, rounding)
         log.info("version %d is published: %s", version, self.published)
         if self._report is not None:
@@ -92,8 +95,7 @@ def write(
     state = {n: rounder(n, tensor.detach()).to("cpu", copy=True).contiguous() for n, tensor in tensors}
     with replaced(directory) as fresh:
         copy_but_weights(model, fresh)
-        config = json.loads((fresh / "config.json").read_text())
-        state = complete_state(model, state, tied=untied(fresh / "config.json", config))
+        state = complete_state(model, state, tied=untie_embeddings(fresh / "config.json"))
         try:
             save_file(state, fresh / "model.safetensors", metadata={"format": "pt"})
         except SafetensorError as error:
@@ -102,9 +104,12 @@ def write(
     return rounder.metrics()
 
 
-def untied(path: Path, config: Mapping[str, object]) -> bool:
-    """Whether embeddings are tied; unties them in the config, since engines that reload weights in place may
-    update only one of the two."""
+def untie_embeddings(path: Path) -> bool:
+    """Untie embeddings in a model's config, since engines that reload weights may update only one of the two.
+
+    Returns whether they were tied.
+    """
+    config = json.loads(path.read_text())
     tied = config.get("tie_word_embeddings") is True
     if tied:
         path.write_text(json.dumps({**config, "tie_word_embeddings": False}, indent=2) + "\n")
@@ -131,6 +136,9 @@ def complete_state(model: Path, state: dict[str, Tensor], *, tied: bool) -> dict
     if tied:
         shared = [name for name in state if name.endswith("embed_tokens.weight")]
         if len(shared) != 1:
-            raise UsageError(f"{model} ties its embeddings, but has {len(shared)} of them")
+            raise UsageError(
+                f"{model} has tie_word_embeddings = true, but {len(shared)} tensors embed_tokens.weight;"
+                " exactly one is supported"
+            )
         state["lm_head.weight"] = state[shared[0]].clone()
     return state

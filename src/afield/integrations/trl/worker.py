@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 from afield.batches.rewards import unused_turn_rewards
 from afield.errors import NoRewards, Unavailable, root_cause
-from afield.exclusions import UntrainedReason
 from afield.integrations.trl.collector_thread import Collector, CollectorThread
 from afield.integrations.trl.rows import MeanLength, RowConfig, samples
 from afield.integrations.trl.staleness import StalenessLimits
 from afield.orchestrator.groups import GroupSpec, read_group
-from afield.orchestrator.training_loop import most_common_failure
-from afield.token_account import ExclusionWatch, TokenAccount, count_tokens, metric_name
+from afield.orchestrator.training_loop import all_results, most_common_failure
+from afield.runs.exclusions import UntrainedReason
+from afield.runs.token_account import ExclusionWatch, TokenAccount, count_tokens, metric_name
 from afield.types import Group
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class RolloutWorker:
         silent = time.monotonic() - self._heartbeat
         if silent > stale_after_s:
             raise Unavailable(
-                f"the collection has not moved for {silent:.0f} s (heartbeat_stale_after_s ="
+                f"the collection of rollouts made no progress for {silent:.0f} s (heartbeat_stale_after_s ="
                 f" {stale_after_s:g}) with {len(self._running)} groups running;"
                 f" see {self._collector.run.logs}"
             )
@@ -151,6 +151,8 @@ class RolloutWorker:
         if self._ending:
             return
         group = await asyncio.to_thread(read_group, collector.rollout_store, ended)
+        # Kept under the first step that may train on them.
+        await asyncio.to_thread(collector.run.append_rollouts, self._version + 1, all_results(group))
         built: list[Any] = []
         if ended.drop_reason is None:
             built = samples(
@@ -239,7 +241,7 @@ class RolloutWorker:
         """End all sessions, within the teardown timeout."""
         self._ending = True
         specs = list(self._specs.values())
-        for rollout_id in [one for spec in specs for one in collector.groups.rollout_ids(spec)]:
+        for rollout_id in [rollout_id for spec in specs for rollout_id in collector.groups.rollout_ids(spec)]:
             collector.rollout_runner.cancel(rollout_id, ENDED)
         if ending := [asyncio.create_task(collector.groups.start_group(spec)) for spec in specs]:
             await asyncio.wait(ending, timeout=collector.rollout_config.deadlines.teardown_timeout_s)

@@ -9,6 +9,7 @@ a cold start; all others have a small one, so that a stop never waits behind a s
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import re
 import threading
@@ -39,6 +40,7 @@ CREDENTIALS = (
 )
 AGENT_SAID = re.compile(r"error \((\d{3})\)|status(?: code)?:? (\d{3})", re.IGNORECASE)
 Line = Literal["start", "other"]
+_client_lock = threading.Lock()
 
 
 class AgentCoreRefused(AfieldError):
@@ -67,7 +69,6 @@ class AgentCoreApi:
         starts = math.ceil(COLD_START_MARGIN * options.rate * max(1.0, options.cold_start_s))
         sizes = {"start": min(MAX_THREADS, starts), "other": max(4, math.ceil(2 * options.stop_rate))}
         self._connections = sum(sizes.values())
-        self._making = threading.Lock()
         self._clients: dict[str, Any] = {}
         self._threads = {line: ThreadPoolExecutor(n, f"agentcore-{line}") for line, n in sizes.items()}
 
@@ -122,14 +123,13 @@ class AgentCoreApi:
         return self._once("logs")
 
     def _once(self, service: str) -> Any:
-        with self._making:
+        with _client_lock:
             if service not in self._clients:
                 self._clients[service] = self._client(service)
             return self._clients[service]
 
     def _client(self, service: str) -> Any:
         try:
-            import boto3
             from botocore.config import Config
             from botocore.exceptions import BotoCoreError
         except ImportError as error:
@@ -142,19 +142,27 @@ class AgentCoreApi:
             tcp_keepalive=True,
         )
         try:
-            session = boto3.Session(**self._identity())
+            session = _session(self._region(), local=self.local)
             if session.get_credentials() is None:
                 raise UsageError(CREDENTIALS)
             return session.client(service, endpoint_url=self._options.endpoint_url or None, config=config)
+        except ImportError as error:
+            raise UsageError(EXTRA) from error
         except (BotoCoreError, ValueError) as error:
             raise UsageError(f"no {service} client: {error}; set region, or AWS_REGION") from error
 
-    def _identity(self) -> dict[str, str]:
+    def _region(self) -> str:
         region = self._options.region or (self._options.arn.split(":") + [""] * 4)[3]
-        if not self.local:
-            return {"region_name": region} if region else {}
-        keys = {"aws_access_key_id": "local", "aws_secret_access_key": "local"}
-        return {"region_name": region or LOCAL_REGION, **keys}
+        return region or (LOCAL_REGION if self.local else "")
+
+
+@functools.cache
+def _session(region: str, *, local: bool) -> Any:
+    """One session for all clients: it caches service models, which load slowly."""
+    import boto3
+
+    keys = {"aws_access_key_id": "local", "aws_secret_access_key": "local"} if local else {}
+    return boto3.Session(region_name=region or None, **keys)
 
 
 CONTROL = frozenset(
@@ -185,9 +193,9 @@ def translate_errors(what: str, call: Callable[[], T]) -> T:
 
 
 def _refused(what: str, response: Any) -> AgentCoreRefused:
-    meta, said = response.get("ResponseMetadata", {}), response.get("Error", {})
-    status, code = int(meta.get("HTTPStatusCode", 0)), str(said.get("Code", ""))
-    message = f"{what} was answered {status} {code}: {said.get('Message', '')}"
+    meta, details = response.get("ResponseMetadata", {}), response.get("Error", {})
+    status, code = int(meta.get("HTTPStatusCode", 0)), str(details.get("Code", ""))
+    message = f"{what} was answered {status} {code}: {details.get('Message', '')}"
     return AgentCoreRefused(
         message, status, code, _seconds(meta.get("HTTPHeaders", {}).get("retry-after", ""))
     )
@@ -202,34 +210,34 @@ def _seconds(text: str) -> float | None:
 
 def launch_error(error: AgentCoreRefused | AgentCoreNoAnswer, session_id: str, arn: str) -> AfieldError:
     """Map the error of a launch or stop to a failure or rate limit, with a remedy."""
-    told = f"{session_id}: {error}"
+    message = f"{session_id}: {error}"
     if isinstance(error, AgentCoreNoAnswer):
-        return InfrastructureFailure(f"{told}; whether the session began is not known", Reason.LAUNCH)
+        return InfrastructureFailure(f"{message}; whether the session began is not known", Reason.LAUNCH)
     match error.status:
         case 429:
-            return RateLimited(told, error.retry_after_s)
+            return RateLimited(message, error.retry_after_s)
         case 402:
             # A quota frees up only when sessions end, which takes longer than a rate limit.
-            return RateLimited(f"{told}; set sessions to the quota", error.retry_after_s or QUOTA_S)
+            return RateLimited(f"{message}; set sessions to the quota", error.retry_after_s or QUOTA_S)
         case 409:
-            return RateLimited(told, error.retry_after_s)
+            return RateLimited(message, error.retry_after_s)
         case 424:
-            return _agent_error(told, str(error))
+            return _agent_error(message, str(error))
         case 400:
-            return TaskFailure(told, Reason.LAUNCH)
+            return TaskFailure(message, Reason.LAUNCH)
         case 401 | 403:
             remedy = "allow bedrock-agentcore:InvokeAgentRuntime and StopRuntimeSession for these credentials"
-            return InfrastructureFailure(f"{told}; {remedy}", Reason.LAUNCH)
+            return InfrastructureFailure(f"{message}; {remedy}", Reason.LAUNCH)
         case 404:
             remedy = "is arn right, is the runtime READY, and does it have the endpoint of this qualifier?"
-            return InfrastructureFailure(f"{told}; {arn}: {remedy}", Reason.LAUNCH)
-    return InfrastructureFailure(told, Reason.LAUNCH)
+            return InfrastructureFailure(f"{message}; {arn}: {remedy}", Reason.LAUNCH)
+    return InfrastructureFailure(message, Reason.LAUNCH)
 
 
-def _agent_error(message: str, said: str) -> AfieldError:
+def _agent_error(message: str, reply: str) -> AfieldError:
     """Map the status of the agent's own server, which the service reports as text."""
-    found = AGENT_SAID.search(said)
-    status = int(found[1] or found[2]) if found else 0
+    match = AGENT_SAID.search(reply)
+    status = int(match[1] or match[2]) if match else 0
     if status in (429, 503):
         return RateLimited(message)
     kind = TaskFailure if 400 <= status < 500 and status not in WRONG_SERVER else InfrastructureFailure

@@ -84,8 +84,10 @@ async def deploy(api: AgentCoreApi, options: AgentCoreOptions) -> Deployed:
         async with asyncio.timeout(options.ready_s):
             return await _deployed(api, options)
     except TimeoutError as error:
-        what = options.arn or options.agent_name
-        raise UsageError(f"{what} was not READY within ready_s = {options.ready_s:g} seconds") from error
+        agent_runtime = options.arn or options.agent_name
+        raise UsageError(
+            f"{agent_runtime} was not READY within ready_s = {options.ready_s:g} seconds"
+        ) from error
     except AgentCoreNoAnswer as error:
         where = options.endpoint_url or "AWS"
         raise UsageError(
@@ -101,9 +103,9 @@ async def find(api: AgentCoreApi, name: str) -> dict[str, Any] | None:
     while True:
         more = {"nextToken": page["nextToken"]} if page.get("nextToken") else {}
         page = await api.ask("list_agent_runtimes", maxResults=100, **more)
-        for one in page["agentRuntimes"]:
-            if one["agentRuntimeName"] == name:
-                return one
+        for summary in page["agentRuntimes"]:
+            if summary["agentRuntimeName"] == name:
+                return summary
         if not page.get("nextToken"):
             return None
 
@@ -112,29 +114,31 @@ async def _deployed(api: AgentCoreApi, options: AgentCoreOptions) -> Deployed:
     runtime_id = options.arn.rpartition("/")[2]
     if not options.arn:
         runtime_id = await _made(api, options)
-    found = await _ready(api, runtime_id)
-    if not options.arn and not _same(found, _wanted(options)):
+    runtime = await _ready(api, runtime_id)
+    if not options.arn and not _same(runtime, _wanted(options)):
         log.info("%s is updated", options.agent_name)
-        kept = {name: found[name] for name in KEPT if found.get(name)}
+        kept = {name: runtime[name] for name in KEPT if runtime.get(name)}
         await api.ask("update_agent_runtime", agentRuntimeId=runtime_id, **kept, **_wanted(options))
-        found = await _ready(api, runtime_id)
-    await _serving(api, runtime_id, options.qualifier, str(found.get("agentRuntimeVersion", "")))
-    lifetime = found.get("lifecycleConfiguration", {}).get("maxLifetime", LONGEST_S)
-    return Deployed(found["agentRuntimeArn"], float(lifetime))
+        runtime = await _ready(api, runtime_id)
+    await _serving(api, runtime_id, options.qualifier, str(runtime.get("agentRuntimeVersion", "")))
+    lifetime = runtime.get("lifecycleConfiguration", {}).get("maxLifetime", LONGEST_S)
+    return Deployed(runtime["agentRuntimeArn"], float(lifetime))
 
 
 async def _made(api: AgentCoreApi, options: AgentCoreOptions) -> str:
-    if found := await find(api, options.agent_name):
-        return found["agentRuntimeId"]
+    if runtime := await find(api, options.agent_name):
+        return runtime["agentRuntimeId"]
     log.info("%s is created", options.agent_name)
     try:
-        made = await api.ask("create_agent_runtime", agentRuntimeName=options.agent_name, **_wanted(options))
+        created = await api.ask(
+            "create_agent_runtime", agentRuntimeName=options.agent_name, **_wanted(options)
+        )
     except AgentCoreRefused as error:
         # Another process created it concurrently.
-        if error.status != 409 or not (found := await find(api, options.agent_name)):
+        if error.status != 409 or not (runtime := await find(api, options.agent_name)):
             raise
-        return found["agentRuntimeId"]
-    return made["agentRuntimeId"]
+        return runtime["agentRuntimeId"]
+    return created["agentRuntimeId"]
 
 
 def _wanted(options: AgentCoreOptions) -> dict[str, Any]:
@@ -176,12 +180,12 @@ def _covers(deployed: Any, wanted: Any) -> bool:
 async def _ready(api: AgentCoreApi, runtime_id: str) -> dict[str, Any]:
     pause_s, longest_s = LOOK_S
     while True:
-        found = await api.ask("get_agent_runtime", agentRuntimeId=runtime_id)
-        status = found["status"]
+        runtime = await api.ask("get_agent_runtime", agentRuntimeId=runtime_id)
+        status = runtime["status"]
         if status == "READY":
-            return found
+            return runtime
         if "FAILED" in status or status == "DELETING":
-            reason = found.get("failureReason") or "no reason was given"
+            reason = runtime.get("failureReason") or "no reason was given"
             raise UsageError(f"{runtime_id} is {status}: {reason}; correct it, or delete it and try again")
         await asyncio.sleep(pause_s)
         pause_s = min(1.5 * pause_s, longest_s)
@@ -191,12 +195,14 @@ async def _serving(api: AgentCoreApi, runtime_id: str, qualifier: str, version: 
     """Wait until the endpoint is ready; DEFAULT must also serve the newest version."""
     pause_s, longest_s = LOOK_S
     while True:
-        found = await api.ask("get_agent_runtime_endpoint", agentRuntimeId=runtime_id, endpointName=qualifier)
-        status = found["status"]
+        endpoint = await api.ask(
+            "get_agent_runtime_endpoint", agentRuntimeId=runtime_id, endpointName=qualifier
+        )
+        status = endpoint["status"]
         if "FAILED" in status:
-            reason = found.get("failureReason") or "no reason was given"
+            reason = endpoint.get("failureReason") or "no reason was given"
             raise UsageError(f"endpoint {qualifier} of {runtime_id} is {status}: {reason}")
-        if status == "READY" and (qualifier != "DEFAULT" or found.get("liveVersion") == version):
+        if status == "READY" and (qualifier != "DEFAULT" or endpoint.get("liveVersion") == version):
             return
         await asyncio.sleep(pause_s)
         pause_s = min(1.5 * pause_s, longest_s)

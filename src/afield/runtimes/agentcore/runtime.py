@@ -15,9 +15,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Self
+
+from msgspec import structs
 
 from afield import wire
 from afield.errors import (
@@ -42,7 +45,7 @@ from afield.runtimes.agentcore.api import (
 )
 from afield.runtimes.agentcore.deploy import LONGEST_S, Deployed, check_options, deploy, find
 from afield.runtimes.agentcore.sessions import SLACK_S, AgentCoreSession, InvokeState, SessionTable
-from afield.runtimes.base import AttemptTable, failed_exit
+from afield.runtimes.base import BaseRuntime
 from afield.runtimes.invocations import check_accepted
 from afield.settings.runtimes import AgentCoreOptions
 from afield.types import Attempt, Reason
@@ -63,14 +66,14 @@ async def session_log(api: AgentCoreApi, entry: AgentCoreSession) -> str:
     """
     began = datetime.fromtimestamp(entry.since, UTC)
     days = [f"{began + timedelta(days=n):%Y/%m/%d}" for n in range(LONGEST_DAYS)]
-    asked: list[dict[str, Any]] = [
+    filters: list[dict[str, Any]] = [
         {"logStreamNamePrefix": f"{day}/[runtime-logs-{entry.name}]"} for day in days
     ]
     if not api.local:
-        asked.append({"filterPattern": f'"{entry.name}"', "startTime": int((entry.since - 60) * 1000)})
+        filters.append({"filterPattern": f'"{entry.name}"', "startTime": int((entry.since - 60) * 1000)})
     try:
-        for which in asked:
-            if text := await _text(api, logGroupName=log_group(entry), **which):
+        for log_filter in filters:
+            if text := await _text(api, logGroupName=log_group(entry), **log_filter):
                 return text
     except (AgentCoreRefused, AgentCoreNoAnswer) as error:
         if isinstance(error, AgentCoreRefused) and error.code == "ResourceNotFoundException":
@@ -82,10 +85,10 @@ async def session_log(api: AgentCoreApi, entry: AgentCoreSession) -> str:
     return ""
 
 
-async def _text(api: AgentCoreApi, **which: Any) -> str:
+async def _text(api: AgentCoreApi, **log_filter: Any) -> str:
     text, more = "", {}
     for _ in range(PAGES):
-        page = await api.ask("filter_log_events", **which, **more)
+        page = await api.ask("filter_log_events", **log_filter, **more)
         text += "".join(f"{event['message'].rstrip()}\n" for event in page["events"])
         text = text[-KEPT_CHARACTERS:]
         if not page.get("nextToken"):
@@ -109,24 +112,23 @@ PHASES = {
 }
 
 
-class AgentCoreRuntime:
+class AgentCoreRuntime(BaseRuntime):
     """Runs agents on AgentCore.
 
     `name` is the run. `ledger` is the path of the session table that all processes of the run share.
     """
 
     def __init__(self, options: AgentCoreOptions, *, name: str, ledger: Path) -> None:
+        super().__init__()
         self._options = options
         self._name = name
         self._table = SessionTable(ledger)
         self._api = AgentCoreApi(options)
-        self._attempts = AttemptTable()
-        self._launches: dict[str, asyncio.Task[AfieldError | None]] = {}
         self._owned: set[str] = set()
         self._slot_free = asyncio.Event()
         self._finding = asyncio.Lock()
         self._deployed: Deployed | None = None
-        self._open = False
+        self._lifetimes: dict[str, float] = {}  # longest lifetime of a session in seconds, by ARN
 
     @property
     def capabilities(self) -> Capabilities:
@@ -148,19 +150,17 @@ class AgentCoreRuntime:
 
     async def __aexit__(self, *exc: object) -> None:
         self._open = False
-        for session_id in self._attempts:
-            message = f"{session_id}: the runtime was closed"
-            self._attempts.record_exit(session_id, failed_exit(message, Reason.CANCELLED))
+        self._attempts.cancel_all()
         self._slot_free.set()
         try:
             await self._stop_ours()
-            if self._launches:
+            if self._attempts.launches:
                 # An invoke in progress may start its session after the stop; its launch then stops it again.
                 await asyncio.wait(
-                    self._launches.values(),
+                    self._attempts.launches.values(),
                     timeout=COLD_START_MARGIN * self._options.cold_start_s + sum(LATE_S),
                 )
-            for task in self._launches.values():
+            for task in self._attempts.launches.values():
                 task.cancel()
             await self._group.__aexit__(None, None, None)
         finally:
@@ -171,18 +171,19 @@ class AgentCoreRuntime:
 
     async def check(self) -> None:
         """Create or update the agent runtime if the options say so, and wait until it is ready."""
-        check_options(self._options)
+        options = self._options
+        if options.arns and not (options.arn or options.agent_name):
+            targets = [structs.replace(options, arn=arn) for arn in dict.fromkeys(options.arns.values())]
+        else:
+            targets = [options, *(structs.replace(options, arn=arn) for arn in options.arns.values())]
+        for target in targets:
+            check_options(target)
         await self._api.check()
-        self._deployed = await deploy(self._api, self._options)
-
-    async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
-        if not self._open:
-            raise RuntimeError("call launch inside 'async with runtime'")
-        await self._attempts.launch_once(
-            attempt.session_id,
-            self._launches,
-            lambda: self._group.create_task(self._launch(attempt, payload)),
-        )
+        for target in targets:
+            deployed = await deploy(self._api, target)
+            self._lifetimes[deployed.arn] = deployed.lifetime_s
+            if target is options:
+                self._deployed = deployed
 
     async def adopt(self, attempt: Attempt) -> bool | None:
         """None for a session in the table: only heartbeats tell whether its agent works."""
@@ -209,7 +210,7 @@ class AgentCoreRuntime:
         Raises RateLimited, or a failure if the service did not answer; the session then stays in the table.
         """
         session_id = attempt.session_id
-        self._attempts.record_exit(session_id, failed_exit(f"{session_id} was stopped", Reason.CANCELLED))
+        self._attempts.record_stop(session_id)
         self._slot_free.set()
         entry = self._table.get(session_id)
         if entry is not None and not entry.alive:
@@ -217,7 +218,8 @@ class AgentCoreRuntime:
         if entry is None and session_id in self._owned:
             return  # the session never started
         if entry is None:
-            await self._end(session_id, await self._arn(), self._options.qualifier)
+            for arn in await self._arns():
+                await self._end(session_id, arn, self._options.qualifier)
         else:
             await self._end(session_id, entry.arn, entry.qualifier)
 
@@ -237,30 +239,24 @@ class AgentCoreRuntime:
 
     # --- launching -------------------------------------------------------------------------------
 
-    async def _launch(self, attempt: Attempt, payload: dict[str, Any]) -> AfieldError | None:
+    async def _launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
         session_id = attempt.session_id
         self._owned.add(session_id)
         try:
             body = _body(session_id, payload)
-            entry = await self._recorded(session_id)
+            entry = await self._recorded(session_id, await self._arn_of(payload))
             if entry.phase is InvokeState.ASKED:
                 await self._invoke(entry, body)
         except RolloutFailure as failure:
             self._attempts.record_exit(session_id, Exit(failure.failure, lingers=True))
-            return failure
-        except AfieldError as error:
-            # The service did not start a session: the caller may launch it again.
-            self._attempts.discard(session_id, failed_exit(str(error), Reason.LAUNCH))
-            return error
+            raise
         if not self._attempts.is_running(session_id):
             await self._stop_late(entry)
-            return _stopped_error(session_id)
-        return None
+        self._attempts.check_not_stopped(session_id)
 
-    async def _recorded(self, session_id: str) -> AgentCoreSession:
+    async def _recorded(self, session_id: str, arn: str) -> AgentCoreSession:
         """Wait until fewer than `options.sessions` sessions are alive, then record this one."""
-        arn, now = await self._arn(), time.time()
-        lifetime_s = self._deployed.lifetime_s if self._deployed else LONGEST_S
+        now, lifetime_s = time.time(), self._lifetimes.get(arn, LONGEST_S)
         wanted = AgentCoreSession(
             session_id=session_id,
             name=wire.runtime_session_id(session_id),
@@ -272,7 +268,8 @@ class AgentCoreRuntime:
         )
         most = self._options.sessions
         end = asyncio.get_running_loop().time() + QUOTA_S
-        while self._attempts.is_running(session_id):
+        while True:
+            self._attempts.check_not_stopped(session_id)
             if entry := self._table.note(wanted, most):
                 break
             self._slot_free.clear()
@@ -282,8 +279,6 @@ class AgentCoreRuntime:
             except TimeoutError as error:
                 message = f"{session_id} has to wait: sessions = {most} are alive"
                 raise RateLimited(message, QUOTA_S) from error
-        else:
-            raise _stopped_error(session_id)
         if not entry.alive:
             raise InfrastructureFailure(f"{session_id} was launched before, and has ended", Reason.CANCELLED)
         return entry
@@ -311,6 +306,25 @@ class AgentCoreRuntime:
                     raise launch_error(error, entry.session_id, entry.arn) from error
             await asyncio.sleep(CONFLICT_S)
 
+    async def _arn_of(self, payload: Mapping[str, Any]) -> str:
+        """ARN of the agent runtime for a task row: that of its image, or the only one."""
+        options = self._options
+        image = payload.get(options.image_key) if options.image_key else None
+        if image is None and (options.arn or options.agent_name):
+            return await self._arn()
+        if isinstance(image, str) and image in options.arns:
+            return options.arns[image]
+        raise TaskFailure(
+            f"{options.image_key} = {image!r} of the task row has no agent runtime: add its ARN to"
+            f" agentcore.arns, which has: {', '.join(options.arns) or 'nothing'}",
+            Reason.LAUNCH,
+        )
+
+    async def _arns(self) -> list[str]:
+        """ARNs of all agent runtimes that sessions may run on."""
+        own = [await self._arn()] if self._options.arn or self._options.agent_name else []
+        return list(dict.fromkeys([*own, *self._options.arns.values()]))
+
     async def _arn(self) -> str:
         """ARN of the agent runtime, looked up once by name."""
         if self._options.arn:
@@ -319,14 +333,14 @@ class AgentCoreRuntime:
             if self._deployed is None:
                 check_options(self._options)
                 try:
-                    found = await find(self._api, self._options.agent_name)
+                    runtime = await find(self._api, self._options.agent_name)
                 except (AgentCoreRefused, AgentCoreNoAnswer) as error:
                     raise InfrastructureFailure(str(error), Reason.LAUNCH) from error
-                if found is None:
+                if runtime is None:
                     raise UsageError(
                         f"there is no agent runtime named {self._options.agent_name!r}; check() makes it"
                     )
-                self._deployed = Deployed(found["agentRuntimeArn"], LONGEST_S)
+                self._deployed = Deployed(runtime["agentRuntimeArn"], LONGEST_S)
         return self._deployed.arn
 
     # --- stopping --------------------------------------------------------------------------------
@@ -393,10 +407,6 @@ def _body(session_id: str, payload: dict[str, Any]) -> bytes:
         return wire.encode(payload)
     except WireError as error:
         raise TaskFailure(f"the payload of {session_id}: {error}", Reason.LAUNCH) from error
-
-
-def _stopped_error(session_id: str) -> InfrastructureFailure:
-    return InfrastructureFailure(f"{session_id} was stopped before it started", Reason.CANCELLED)
 
 
 def _status(entry: AgentCoreSession) -> SessionStatus:

@@ -16,7 +16,7 @@ from typing import Any
 from msgspec import Struct, convert
 
 from afield.errors import UsageError
-from afield.sqlite import Database
+from afield.utils.sqlite import Database
 
 BUSY_TIMEOUT_S = 10.0
 # Retention of ended sessions in seconds; their logs stay available.

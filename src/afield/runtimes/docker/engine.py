@@ -201,7 +201,7 @@ class DockerEngine:
         self._api: APIClient | None = None
         self._connecting = asyncio.Lock()
         self._pulling = asyncio.Lock()
-        self._has_image = False
+        self._images: set[str] = set()  # those that were found or pulled
         self.url = options.socket
         self.kind = ""
 
@@ -242,15 +242,21 @@ class DockerEngine:
 
     # --- containers ------------------------------------------------------------------------------
 
-    async def create(self, name: str, labels: Mapping[str, str], *, serve: bool, **config: Any) -> str:
-        """Create a container and return its id; raises EngineRefused if the name exists."""
-        await self.ensure_image()
+    async def create(
+        self, name: str, labels: Mapping[str, str], *, serve: bool, image: str = "", **config: Any
+    ) -> str:
+        """Create a container, by default of the options' image, and return its id.
+
+        Raises EngineRefused if the name exists.
+        """
         options, publish = self._options, self.bind.host_ip
+        image = image or options.image
+        await self.ensure_image(image)
 
         def create(api: APIClient) -> str:
             ports = {"port_bindings": {options.port: (publish,)}} if serve else {}
-            made = api.create_container(
-                options.image,
+            container = api.create_container(
+                image,
                 environment={**IN_CONTAINER, **options.env},
                 user=options.user or None,
                 labels=dict(labels),
@@ -260,7 +266,7 @@ class DockerEngine:
                 use_config_proxy=False,
                 **config,
             )
-            return made["Id"]
+            return container["Id"]
 
         return await self.call(create)
 
@@ -286,15 +292,15 @@ class DockerEngine:
 
     # --- images ----------------------------------------------------------------------------------
 
-    async def ensure_image(self) -> None:
-        """Pull the image once, as the pull policy demands; raises UsageError if it is not available."""
-        image, pull = self._options.image, self._options.pull
-        if self._has_image:
+    async def ensure_image(self, image: str) -> None:
+        """Pull an image once, as the pull policy demands; raises UsageError if it is not available."""
+        pull = self._options.pull
+        if image in self._images:
             return
         if not image:
             raise UsageError("the container runtime needs an image; set image, such as image = 'my/agent:1'")
         async with self._pulling:
-            if self._has_image:
+            if image in self._images:
                 return
             present = await self._call_or_none(lambda api: api.inspect_image(image)) is not None
             if not present and pull == "never":
@@ -302,7 +308,7 @@ class DockerEngine:
                 raise UsageError(f"{message}; build or load it there, or set pull = 'missing'")
             if not present or pull == "always":
                 await self._pull(image)
-            self._has_image = True
+            self._images.add(image)
 
     async def _pull(self, image: str) -> None:
         def pull(api: APIClient) -> str:
@@ -321,7 +327,9 @@ class DockerEngine:
             problem = str(error) or f"it took more than {PULL_S:g} s"
         if problem:
             remedy = "check its name and `docker login`, or build it there and set pull = 'never'"
-            raise UsageError(f"image {image!r} cannot be pulled at {self.url}: {problem}; {remedy}")
+            raise UsageError(
+                f"the container engine at {self.url} cannot pull image {image!r}: {problem}; {remedy}"
+            )
 
     # --- helpers ---------------------------------------------------------------------------------
 
@@ -357,13 +365,13 @@ class DockerEngine:
         from docker import APIClient
         from docker.utils import kwargs_from_env
 
-        given = {"base_url": self._options.socket} if self._options.socket else kwargs_from_env()
-        self.url = given.get("base_url") or _default_socket()
+        connection = {"base_url": self._options.socket} if self._options.socket else kwargs_from_env()
+        self.url = connection.get("base_url") or _default_socket()
         if self.url.startswith("unix://"):
             # Connect first: the client library hides the reason and leaks its socket.
             _try_connect(self.url.removeprefix("unix://"))
         api = APIClient(
-            **{**given, "base_url": self.url}, version="auto", timeout=CALL_S, max_pool_size=THREADS
+            **{**connection, "base_url": self.url}, version="auto", timeout=CALL_S, max_pool_size=THREADS
         )
         self.kind = "podman" if "podman" in str(api.version()).lower() else "docker"
         return api

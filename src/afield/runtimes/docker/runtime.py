@@ -20,7 +20,6 @@ from typing import Any, Self
 
 import aiohttp
 
-from afield.backoff import Backoff
 from afield.errors import (
     AfieldError,
     InfrastructureFailure,
@@ -31,7 +30,7 @@ from afield.errors import (
 )
 from afield.interfaces.runtime import Capabilities, Exit, Phase, SessionStatus
 from afield.runtimes import invocations
-from afield.runtimes.base import AttemptTable, failed_exit
+from afield.runtimes.base import BaseRuntime, image_of_row
 from afield.runtimes.docker.engine import (
     RUN,
     SESSION,
@@ -52,6 +51,7 @@ from afield.runtimes.docker.loopback import LoopbackRelays, loopback_ports, rewr
 from afield.runtimes.invocations import NO_ANSWER, PingResponse
 from afield.settings.runtimes import ContainerOptions
 from afield.types import Attempt, Reason
+from afield.utils.backoff import Backoff
 
 log = logging.getLogger(__name__)
 
@@ -71,11 +71,12 @@ class RunContainers:
         self._run = run
         self._log_dir = log_dir
 
-    async def create(self, session_id: str) -> None:
+    async def create(self, session_id: str, image: str) -> None:
         """Create the session's container; raises EngineRefused if it exists."""
         command = list(self._options.command) or None
         labels = container_labels(self._run, session_id)
-        await self._engine.create(container_name(session_id), labels, serve=True, command=command)
+        name = container_name(session_id)
+        await self._engine.create(name, labels, serve=True, image=image, command=command)
 
     async def find(self, session_id: str) -> dict[str, Any] | None:
         """Return the engine's description of the session's container, or None.
@@ -107,7 +108,7 @@ class RunContainers:
                 )
             if phase_of(container["State"]["Status"]) is Phase.ENDED:
                 tail = await self._engine.logs(name)
-                what = " ".join((self._options.image, *self._options.command))
+                what = " ".join((container["Config"].get("Image", ""), *self._options.command))
                 message = (
                     f"container {name} ({what}) {describe_exit(container['State'], self._options.limits)}"
                 )
@@ -172,7 +173,7 @@ FIRST_PING_S, MAX_PING_INTERVAL_S = 0.02, 0.5
 NO_ADDRESS = ("", "host", "none")
 
 
-class ContainerRuntime:
+class ContainerRuntime(BaseRuntime):
     """Runs agents in containers.
 
     `name` is the run: containers carry it as a label, and `list` returns only those.
@@ -187,6 +188,7 @@ class ContainerRuntime:
         start_timeout_s: float = 60.0,
         poll_s: float = 0.5,
     ) -> None:
+        super().__init__()
         self._options = options
         self._name = name
         self._start_timeout_s = start_timeout_s
@@ -194,13 +196,10 @@ class ContainerRuntime:
         self._engine = DockerEngine(options)
         self._containers = RunContainers(self._engine, options, name, log_dir)
         self._relays = LoopbackRelays()
-        self._attempts = AttemptTable()
-        self._launches: dict[str, asyncio.Task[AfieldError | None]] = {}
         # Sessions whose containers this process removes on close; None until the URL is known.
         self._urls: dict[str, str | None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._no_answer = asyncio.Event()
-        self._open = False
 
     @property
     def capabilities(self) -> Capabilities:
@@ -217,8 +216,7 @@ class ContainerRuntime:
     async def __aenter__(self) -> Self:
         check_library()
         await self._engine.__aenter__()
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-        self._http = await aiohttp.ClientSession(connector=connector).__aenter__()
+        self._http = await invocations.http_session(KEEPALIVE_S).__aenter__()
         self._group = await asyncio.TaskGroup().__aenter__()
         self._create_task(self._watch())
         self._open = True
@@ -226,9 +224,7 @@ class ContainerRuntime:
 
     async def __aexit__(self, *exc: object) -> None:
         self._open = False
-        for session_id in self._attempts:
-            message = f"{session_id}: the runtime was closed"
-            self._attempts.record_exit(session_id, failed_exit(message, Reason.CANCELLED))
+        self._attempts.cancel_all()
         closing = asyncio.create_task(self._close())
         try:
             await asyncio.shield(closing)
@@ -240,8 +236,8 @@ class ContainerRuntime:
     async def _close(self) -> None:
         try:
             # Do not cancel launches: a container that is being created would not be removed.
-            if self._launches:
-                await asyncio.wait(self._launches.values())
+            if self._attempts.launches:
+                await asyncio.wait(self._attempts.launches.values())
             for task in self._tasks:
                 task.cancel()
             await self._group.__aexit__(None, None, None)
@@ -272,16 +268,8 @@ class ContainerRuntime:
             source = mount.partition(":")[0]
             if not await asyncio.to_thread(Path(source).exists):
                 raise UsageError(f"mount {mount!r}: there is no {source} here")
-        await self._engine.ensure_image()
-
-    async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
-        if not self._open:
-            raise RuntimeError("call launch inside 'async with runtime'")
-        await self._attempts.launch_once(
-            attempt.session_id,
-            self._launches,
-            lambda: self._group.create_task(self._launch(attempt, payload)),
-        )
+        if options.image or not options.image_key:
+            await self._engine.ensure_image(options.image)
 
     async def adopt(self, attempt: Attempt) -> bool | None:
         session_id = attempt.session_id
@@ -299,13 +287,10 @@ class ContainerRuntime:
             self._create_task(self._follow(session_id))
         return self._attempts.is_running(session_id)
 
-    async def wait(self, attempt: Attempt) -> Exit:
-        return await self._attempts.wait(attempt.session_id)
-
     async def stop(self, attempt: Attempt) -> None:
         session_id = attempt.session_id
-        self._attempts.record_exit(session_id, failed_exit(f"{session_id} was stopped", Reason.CANCELLED))
-        if task := self._launches.get(session_id):
+        self._attempts.record_stop(session_id)
+        if task := self._attempts.launches.get(session_id):
             await asyncio.wait([task])
         await self._remove(session_id)
 
@@ -324,37 +309,35 @@ class ContainerRuntime:
 
     # --- launching -------------------------------------------------------------------------------
 
-    async def _launch(self, attempt: Attempt, payload: dict[str, Any]) -> AfieldError | None:
+    async def _launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
         session_id = attempt.session_id
+        failure: AfieldError
         try:
             await self._start(attempt, payload)
-            return None
-        except RateLimited as throttled:
-            self._attempts.discard(session_id, failed_exit(str(throttled), Reason.LAUNCH))
-            failure: AfieldError = throttled
-        except RolloutFailure as rollout_failure:
-            self._attempts.record_exit(session_id, Exit(rollout_failure.failure))
-            failure = rollout_failure
+            return
+        except (RateLimited, RolloutFailure) as error:
+            failure = error
         except (AfieldError, OSError) as error:
             failure = InfrastructureFailure(f"{session_id} was not launched: {error}", Reason.LAUNCH)
-            self._attempts.record_exit(session_id, Exit(failure.failure))
+        self._attempts.record_failed_launch(session_id, failure)
         with contextlib.suppress(AfieldError):  # `stop` or closing tries again.
             await self._remove(session_id)
-        return failure
+        raise failure
 
     async def _start(self, attempt: Attempt, payload: dict[str, Any]) -> None:
         session_id = attempt.session_id
         name = container_name(session_id)
-        await self._engine.ensure_image()
+        image = image_of_row(payload, self._options.image_key, self._options.image)
+        await self._engine.ensure_image(image)
         self._urls[session_id] = None
         try:
-            await self._containers.create(session_id)
+            await self._containers.create(session_id, image)
         except EngineRefused:
             # An earlier launch may have created the container. Engines word that error differently, so look
             # it up.
             if await self._containers.find(session_id) is None:
                 raise
-        self._check_not_stopped(session_id)
+        self._attempts.check_not_stopped(session_id)
         await self._engine.start(name)
         url, message = await self._wait_serving(session_id)
         self._urls[session_id] = url
@@ -368,9 +351,9 @@ class ContainerRuntime:
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 while True:
-                    self._check_not_stopped(session_id)
-                    found = await self._containers.check_running(session_id)
-                    if url := self._containers.url(found):
+                    self._attempts.check_not_stopped(session_id)
+                    container = await self._containers.check_running(session_id)
+                    if url := self._containers.url(container):
                         try:
                             return url, await invocations.ping(self._http, url, PING_S)
                         except NO_ANSWER as error:
@@ -404,7 +387,7 @@ class ContainerRuntime:
     async def _post(self, attempt: Attempt, url: str, payload: dict[str, Any]) -> None:
         """Post with one retry if the connection breaks; posting is idempotent."""
         for last in (False, True):
-            self._check_not_stopped(attempt.session_id)
+            self._attempts.check_not_stopped(attempt.session_id)
             try:
                 await invocations.post(self._http, url, attempt, payload)
                 return
@@ -414,10 +397,6 @@ class ContainerRuntime:
                     why = f"{type(error).__name__}: {error}"
                     message = f"{container_name(attempt.session_id)} did not take its payload: {why}"
                     raise InfrastructureFailure(message, Reason.LAUNCH) from error
-
-    def _check_not_stopped(self, session_id: str) -> None:
-        if not self._attempts.is_running(session_id):
-            raise InfrastructureFailure(f"{session_id} was stopped before it started", Reason.CANCELLED)
 
     # --- exit detection --------------------------------------------------------------------------
 
@@ -449,7 +428,9 @@ class ContainerRuntime:
             # Select sessions before the list call: a container created during the call is missing from its
             # answer.
             followed = [
-                s for s in self._attempts if self._urls.get(s) is not None and s not in self._launches
+                s
+                for s in self._attempts
+                if self._urls.get(s) is not None and s not in self._attempts.launches
             ]
             if followed:
                 try:
@@ -480,6 +461,6 @@ class ContainerRuntime:
         task.add_done_callback(self._tasks.discard)
 
 
-def _is_working(said: PingResponse, session_id: str) -> bool:
+def _is_working(reply: PingResponse, session_id: str) -> bool:
     """Whether the agent works on the session; a server that does not list sessions has only this one."""
-    return said.status != "Healthy" if said.active is None else session_id in said.active
+    return reply.status != "Healthy" if reply.active is None else session_id in reply.active

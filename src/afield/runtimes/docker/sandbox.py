@@ -46,7 +46,7 @@ from afield.types import Reason
 if TYPE_CHECKING:
     from docker import APIClient
 
-STDOUT, STDERR = 1, 2
+STDERR = 2  # stream number of standard error in the engine's output frames
 KEPT = 4 * 2**20
 CHUNK = 2**16
 # Time for killed processes to disappear, in seconds; then the container is restarted.
@@ -77,7 +77,7 @@ done; :
 # Rejects named pipes, where opening for writing blocks until a reader appears.
 WRITE = """
 if [ -e "$1" ] && [ ! -f "$1" ]; then
-  echo "it is there, and is no plain file" >&2; cat > /dev/null; exit 1
+  echo "it exists and is not a plain file" >&2; cat > /dev/null; exit 1
 fi
 mkdir -p -- "$(dirname -- "$1")" && cat > "$1"
 """
@@ -91,7 +91,7 @@ class CompleteOutput(OutputBuffer):
     def add(self, data: bytes) -> None:
         super().add(data)
         if self.omitted:
-            raise ConnectionAbortedError("there is more than is kept")
+            raise ConnectionAbortedError("the output is larger than the part that is kept")
 
 
 class _CommandResult(Struct, frozen=True):
@@ -264,13 +264,13 @@ class ContainerSandbox:
         await talking
 
     async def _sandbox_error(self, why: object) -> InfrastructureFailure:
-        found = await self._engine.inspect(self._name)
-        if found is None:
+        container = await self._engine.inspect(self._name)
+        if container is None:
             return InfrastructureFailure(
                 "the sandbox is gone: another program removed its container", Reason.DIED
             )
-        if not found["State"]["Running"]:
-            message = describe_exit(found["State"], self._options.limits)
+        if not container["State"]["Running"]:
+            message = describe_exit(container["State"], self._options.limits)
             return InfrastructureFailure(f"the sandbox {message}", Reason.DIED)
         return InfrastructureFailure(f"the sandbox takes no commands: {why}", Reason.DIED)
 
@@ -289,8 +289,8 @@ class _EngineExec:
     ) -> None:
         self._api = api
         self._stdin = memoryview(stdin)
-        made = api.exec_create(container, argv, stdin=bool(stdin), environment=env, workdir=cwd)
-        self._id = made["Id"]
+        created = api.exec_create(container, argv, stdin=bool(stdin), environment=env, workdir=cwd)
+        self._id = created["Id"]
         self._link: Any = api.exec_start(self._id, socket=True)
         # The library returns a file object around a socket for a local engine, and a socket for a remote one.
         self._socket: socket.socket = getattr(self._link, "_sock", self._link)
@@ -340,8 +340,8 @@ class _EngineExec:
 
     def exit_code(self) -> int | None:
         """Exit code; None while the command runs."""
-        told = self._api.exec_inspect(self._id)
-        return None if told["Running"] else told["ExitCode"]
+        state = self._api.exec_inspect(self._id)
+        return None if state["Running"] else state["ExitCode"]
 
     def close(self) -> None:
         """End `talk`."""
@@ -354,8 +354,8 @@ def _run(api: APIClient, container: str, argv: list[str]) -> bool:
     from docker.errors import APIError
 
     try:
-        made = api.exec_create(container, argv)
-        api.exec_start(made["Id"])
-        return api.exec_inspect(made["Id"])["ExitCode"] == 0
+        created = api.exec_create(container, argv)
+        api.exec_start(created["Id"])
+        return api.exec_inspect(created["Id"])["ExitCode"] == 0
     except APIError:
         return False

@@ -19,10 +19,10 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
-from afield.backoff import Backoff
 from afield.errors import AfieldError, RateLimited, Unavailable, UsageError
 from afield.runtimes.kubernetes.objects import ApiStatus, ObjectList, ObjectMeta, WatchEvent
 from afield.settings.runtimes import KubernetesOptions
+from afield.utils.backoff import Backoff
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,9 @@ class KubernetesCluster:
         try:
             return msgspec.json.decode(message, type=kind)
         except msgspec.MsgspecError as error:
-            raise Unavailable(f"{self.host}{path} is not what a cluster says: {error}") from error
+            raise Unavailable(
+                f"the answer of {self.host}{path} is not one of the Kubernetes API: {error}"
+            ) from error
 
     async def list(self, path: str, kind: type[T], params: Mapping[str, str]) -> tuple[list[T], str]:
         """List all objects page by page; returns them with their resource version.
@@ -133,16 +135,16 @@ class KubernetesCluster:
         while True:
             page = {**params, "limit": PAGE, **({"continue": more} if more else {})}
             try:
-                found = await self.get(path, ObjectList[kind], params=page)
+                listed = await self.get(path, ObjectList[kind], params=page)
             except KubernetesRefused as error:
                 if error.status != EXPIRED or not more:
                     raise
                 items = []
-                found = await self.get(path, ObjectList[kind], params=params)
-            items += found.items or []
-            more = found.metadata.continue_
+                listed = await self.get(path, ObjectList[kind], params=params)
+            items += listed.items or []
+            more = listed.metadata.continue_
             if not more:
-                return items, found.metadata.resource_version
+                return items, listed.metadata.resource_version
 
 
 async def retry_unavailable(ask: Callable[[], Awaitable[T]]) -> T:
@@ -156,22 +158,22 @@ async def retry_unavailable(ask: Callable[[], Awaitable[T]]) -> T:
     return await ask()
 
 
-def error_of(status: int, said: bytes, retry_after: str = "") -> AfieldError:
-    found = parse_status(said)
-    message = found.message or said[:500].decode("utf-8", "replace")
+def error_of(status: int, body: bytes, retry_after: str = "") -> AfieldError:
+    parsed = parse_status(body)
+    message = parsed.message or body[:500].decode("utf-8", "replace")
     summary = f"the API server answered {status}: {message}"
     quota = status == 403 and "exceeded quota" in message
     if status == 429 or quota:
         return RateLimited(summary, float(retry_after) if retry_after.isdigit() else None)
     if status >= 500:
         return Unavailable(summary)
-    return KubernetesRefused(summary, status, found.reason)
+    return KubernetesRefused(summary, status, parsed.reason)
 
 
-def parse_status(said: bytes) -> ApiStatus:
+def parse_status(body: bytes) -> ApiStatus:
     """Decode the API server's Status object; empty if the answer is not from the API server."""
     try:
-        status = msgspec.json.decode(said, type=ApiStatus)
+        status = msgspec.json.decode(body, type=ApiStatus)
     except msgspec.MsgspecError:
         return ApiStatus()
     return status if status.kind == "Status" else ApiStatus()
@@ -339,8 +341,8 @@ class Watch(Generic[K]):
             await backoff.sleep()
 
     async def _list(self) -> None:
-        found, version = await self._cluster.list(self._path, self._kind, {"labelSelector": self._selector})
-        there = {item.metadata.uid: item for item in found}
+        items, version = await self._cluster.list(self._path, self._kind, {"labelSelector": self._selector})
+        there = {item.metadata.uid: item for item in items}
         for uid in self._objects.keys() - there.keys():
             self._gone(self._objects.pop(uid))
         for item in there.values():

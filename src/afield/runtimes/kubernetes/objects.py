@@ -167,8 +167,8 @@ class Pod(Struct, frozen=True, rename="camel"):
 
     @property
     def ready(self) -> bool:
-        found = self.condition("Ready")
-        return found is not None and found.holds and self.metadata.deletion_timestamp is None
+        condition = self.condition("Ready")
+        return condition is not None and condition.holds and self.metadata.deletion_timestamp is None
 
 
 class Event(Struct, frozen=True):
@@ -258,7 +258,7 @@ LOST_NODE_S = 30
 PROBE_S = 1
 
 
-def job_for(options: KubernetesOptions, run: str, session_id: str) -> dict[str, Any]:
+def job_for(options: KubernetesOptions, run: str, session_id: str, image: str) -> dict[str, Any]:
     """Build the Job of a session."""
     labels = {**options.labels, RUN: label_value(run), SESSION: label_value(session_id)}
     notes = {RUN: run, SESSION: session_id}
@@ -272,12 +272,12 @@ def job_for(options: KubernetesOptions, run: str, session_id: str) -> dict[str, 
             "parallelism": 1,
             "activeDeadlineSeconds": options.job_deadline_s,
             "ttlSecondsAfterFinished": options.ttl_s,
-            "template": {"metadata": {"labels": labels, "annotations": notes}, "spec": _pod(options)},
+            "template": {"metadata": {"labels": labels, "annotations": notes}, "spec": _pod(options, image)},
         },
     }
 
 
-def _pod(options: KubernetesOptions) -> dict[str, Any]:
+def _pod(options: KubernetesOptions, image: str) -> dict[str, Any]:
     security: dict[str, Any] = {"seccompProfile": {"type": "RuntimeDefault"}}
     if options.non_root:
         security["runAsNonRoot"] = True
@@ -288,7 +288,7 @@ def _pod(options: KubernetesOptions) -> dict[str, Any]:
         "terminationGracePeriodSeconds": GRACE_S,
         "securityContext": security,
         "tolerations": [_patience("not-ready"), _patience("unreachable")],
-        "containers": [_container(options)],
+        "containers": [_container(options, image)],
     }
     if options.service_account:
         pod["serviceAccountName"] = options.service_account
@@ -301,11 +301,11 @@ def _pod(options: KubernetesOptions) -> dict[str, Any]:
     return pod
 
 
-def _container(options: KubernetesOptions) -> dict[str, Any]:
+def _container(options: KubernetesOptions, image: str) -> dict[str, Any]:
     resources = _resources(options.limits)
     container: dict[str, Any] = {
         "name": CONTAINER,
-        "image": options.image,
+        "image": image,
         "imagePullPolicy": options.pull,
         "ports": [{"containerPort": options.port}],
         "env": [{"name": name, "value": value} for name, value in options.env.items()],
@@ -367,7 +367,7 @@ UNSTARTABLE = frozenset(
 class SessionEnd(Struct, frozen=True):
     """How a session ended."""
 
-    said: str = ""
+    failure: str = ""
     """Description of the failure; empty if the session succeeded."""
     reason: Reason = Reason.DIED
     """Reason of the failure."""
@@ -406,8 +406,8 @@ def end_of(observed: Observed) -> SessionEnd | None:
         return SessionEnd(
             f"it ran past its deadline ({_words(ended)}); raise job_deadline_s if it may", Reason.TIMEOUT
         )
-    if found := _pod_end(observed):
-        return found
+    if pod_end := _pod_end(observed):
+        return pod_end
     if observed.job_gone:
         return SessionEnd("its Job was deleted, not by us", sure=False)
     if ended:

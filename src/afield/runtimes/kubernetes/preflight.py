@@ -25,12 +25,11 @@ NEEDED = (
 # Request metadata only, so that contents of secrets are never read.
 BARE = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"}
 REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-UNASKABLE = (401, 403, 404)
 
 
 async def check(cluster: KubernetesCluster, options: KubernetesOptions, run: str) -> None:
     """Run all checks; raises UsageError at the first problem."""
-    if not options.image:
+    if not (options.image or options.image_key):
         raise UsageError("the kubernetes runtime has no image; name one that serves /invocations on its port")
     try:
         await _reach(cluster)
@@ -47,7 +46,7 @@ async def _reach(cluster: KubernetesCluster) -> None:
         await retry_unavailable(lambda: cluster.call("GET", "/version"))
     except KubernetesRefused as error:
         if error.status == 401:
-            raise UsageError(f"{cluster.host} does not know us: {error}; log in again") from error
+            raise UsageError(f"{cluster.host} refuses these credentials: {error}; log in again") from error
 
 
 async def _allowed(cluster: KubernetesCluster) -> None:
@@ -59,7 +58,7 @@ async def _allowed(cluster: KubernetesCluster) -> None:
     ]
     if missing:
         raise UsageError(
-            f"in namespace {cluster.namespace!r} we may not: {', '.join(missing)};"
+            f"these credentials lack rights in namespace {cluster.namespace!r}: {', '.join(missing)};"
             " apply the Role in docs/how-to/kubernetes.md, or use another service account"
         )
 
@@ -110,7 +109,7 @@ async def _exists(cluster: KubernetesCluster, path: str, what: str, name: str) -
 
 async def _accepted(cluster: KubernetesCluster, options: KubernetesOptions, run: str) -> None:
     """Create a Job with dryRun, so that the server validates it."""
-    body = job_for(options, run, "check.1")
+    body = job_for(options, run, "check.1", options.image or "image-of-a-row")
     try:
         await retry_unavailable(
             lambda: cluster.call("POST", cluster.jobs(), params={"dryRun": "All"}, body=body)
@@ -119,4 +118,4 @@ async def _accepted(cluster: KubernetesCluster, options: KubernetesOptions, run:
         return  # quota is used up for now, which is no mistake
     except KubernetesRefused as error:
         if error.status != 409:
-            raise UsageError(f"the cluster would not take our Jobs: {error}") from error
+            raise UsageError(f"the cluster refuses the Jobs of this run: {error}") from error

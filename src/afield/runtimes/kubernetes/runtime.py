@@ -19,19 +19,17 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Self
 
-from afield import wire
 from afield.errors import (
     AfieldError,
     InfrastructureFailure,
     RateLimited,
     RolloutFailure,
-    TaskFailure,
     Unavailable,
     UsageError,
-    WireError,
 )
 from afield.interfaces.runtime import Capabilities, Exit, Phase, SessionStatus
-from afield.runtimes.base import AttemptTable, failed_exit
+from afield.runtimes.base import AttemptTable, BaseRuntime, failed_exit, image_of_row, make_log_dir
+from afield.runtimes.invocations import encode_payload
 from afield.runtimes.kubernetes.api import TOKEN_S, KubernetesRefused
 from afield.runtimes.kubernetes.objects import (
     SESSION,
@@ -76,11 +74,10 @@ class JobLaunch:
     async def run(self, attempt: Attempt, payload: dict[str, Any]) -> None:
         """Launch the session; raises the failure if that fails."""
         session = self._session
-        try:
-            body = wire.encode(payload)
-        except WireError as error:
-            raise TaskFailure(f"the payload of {session.id} {error}", Reason.LAUNCH) from error
-        fresh = await self._namespace.create(session.id)
+        body = encode_payload(session.id, payload)
+        options = self._namespace.options
+        image = image_of_row(payload, options.image_key, options.image)
+        fresh = await self._namespace.create(session.id, image)
         if not fresh:
             await self._sessions.refresh(session)
         pod = await self._ready()
@@ -93,7 +90,7 @@ class JobLaunch:
     async def _ready(self) -> Pod | None:
         """Wait until the pod is ready; None if an existing Job has already succeeded."""
         session, now = self._session, asyncio.get_running_loop().time
-        asked = scheduled_at = now()
+        checked_at = scheduled_at = now()
         unschedulable_s = self._namespace.options.unschedulable_s
         while await self._check_not_stopped():
             pod = session.pod
@@ -103,8 +100,8 @@ class JobLaunch:
             scheduled_at = scheduled_at if pod and unschedulable(pod) else now()
             if pod is not None:
                 self._check_startable(pod, now() - scheduled_at)
-            elif now() - asked >= PODLESS_S:
-                asked = now()
+            elif now() - checked_at >= PODLESS_S:
+                checked_at = now()
                 await self._check_pod_created()
             await session.changed(min(BETWEEN_S, unschedulable_s + 0.05))
         return None
@@ -171,7 +168,7 @@ TAIL = 4_000
 LOG_ENDS = "; its log ends: "
 
 
-class KubernetesRuntime:
+class KubernetesRuntime(BaseRuntime):
     """Runs agents as Jobs.
 
     `name` is the run: Jobs of other runs are neither listed nor stopped.
@@ -187,17 +184,15 @@ class KubernetesRuntime:
         poll_s: float = POLL_S,
         token_s: float = TOKEN_S,
     ) -> None:
+        super().__init__()
         self._options = options
         self._log_dir = log_dir
         self._start_timeout_s = start_timeout_s
         self._poll_s = poll_s
-        self._attempts = AttemptTable()
         self._namespace = RunNamespace(options, name, token_s)
         self._sessions = SessionTracker(self._namespace, self._review)
-        self._launches: dict[str, asyncio.Task[AfieldError | None]] = {}
         self._endings: set[asyncio.Task[None]] = set()
         self._watching: list[asyncio.Task[None]] = []
-        self._open = False
 
     @property
     def capabilities(self) -> Capabilities:
@@ -218,17 +213,15 @@ class KubernetesRuntime:
     async def __aexit__(self, *exc: object) -> None:
         self._open = False
         try:
-            for session_id in self._attempts:
-                message = f"{session_id}: the runtime was closed"
-                self._attempts.record_exit(session_id, failed_exit(message, Reason.CANCELLED))
+            self._attempts.cancel_all()
             for session in self._sessions.sessions.values():
                 session.changed_event.set()
-            if self._launches:
+            if self._attempts.launches:
                 # Do not cancel launches at once: a Job that is being created would be left behind.
-                await asyncio.wait(self._launches.values(), timeout=CLOSE_S / 2)
+                await asyncio.wait(self._attempts.launches.values(), timeout=CLOSE_S / 2)
             await self._delete_all()
         finally:
-            for task in (*self._launches.values(), *self._endings, *self._watching):
+            for task in (*self._attempts.launches.values(), *self._endings, *self._watching):
                 task.cancel()
             await self._group.__aexit__(None, None, None)
             await self._namespace.close()
@@ -236,20 +229,8 @@ class KubernetesRuntime:
     # --- runtime interface -----------------------------------------------------------------------
 
     async def check(self) -> None:
-        try:
-            self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"no logs can be kept in {self._log_dir}: {error}; choose another") from error
+        make_log_dir(self._log_dir)
         await check(await self._namespace.cluster(), self._options, self._namespace.run)
-
-    async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
-        if not self._open:
-            raise RuntimeError("call launch inside 'async with runtime'")
-        await self._attempts.launch_once(
-            attempt.session_id,
-            self._launches,
-            lambda: self._group.create_task(self._launch(attempt, payload)),
-        )
 
     async def adopt(self, attempt: Attempt) -> bool | None:
         """None if the pod exists but does not answer, or if the cluster is unavailable.
@@ -264,30 +245,27 @@ class KubernetesRuntime:
             return False
         session = await self._track(session_id)
         try:
-            lives = await self._refresh_working(session)
+            is_working = await self._refresh_working(session)
         except (Unavailable, RateLimited, KubernetesRefused) as error:
             log.warning("%s cannot be looked for: %s; tried again", session_id, error)
             self._background(self._search(session))
             return None
-        if lives is False:
+        if is_working is False:
             self._sessions.remove(session_id)
             message = f"no agent works on {session_id}"
             self._attempts.discard(session_id, failed_exit(message, Reason.DIED))
-        return lives
-
-    async def wait(self, attempt: Attempt) -> Exit:
-        return await self._attempts.wait(attempt.session_id)
+        return is_working
 
     async def stop(self, attempt: Attempt) -> None:
         session_id = attempt.session_id
-        self._attempts.record_exit(session_id, failed_exit(f"{session_id} was stopped", Reason.CANCELLED))
+        self._attempts.record_stop(session_id)
         session = self._sessions.sessions.get(session_id)
         if session is not None:
             session.changed_event.set()
             await self._save_log(session)
         await self._namespace.delete(session_id, session.uid if session else "")
         # A launch in progress may still create a Job; it then sees the stop and deletes the Job.
-        if session_id not in self._launches:
+        if session_id not in self._attempts.launches:
             self._sessions.remove(session_id)
 
     async def status(self, attempt: Attempt) -> SessionStatus:
@@ -305,32 +283,31 @@ class KubernetesRuntime:
     async def logs(self, attempt: Attempt) -> str:
         """Log of the pod while it exists, then the saved copy."""
         pod = await self._namespace.pod_of(attempt.session_id)
-        message = await (await self._namespace.pods()).log(pod.metadata.name) if pod else ""
-        if not message:
+        text = await (await self._namespace.pods()).log(pod.metadata.name) if pod else ""
+        if not text:
             with contextlib.suppress(OSError):
                 return self._log_file(attempt.session_id).read_text(errors="replace")
-        return message
+        return text
 
     # --- launching -------------------------------------------------------------------------------
 
-    async def _launch(self, attempt: Attempt, payload: dict[str, Any]) -> AfieldError | None:
+    async def _launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
         session_id = attempt.session_id
         try:
             session = await self._track(session_id)
         except UsageError as error:
             self._attempts.record_exit(session_id, failed_exit(str(error), Reason.LAUNCH))
-            return error
+            raise
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 await JobLaunch(self._namespace, self._attempts, self._sessions, session).run(
                     attempt, payload
                 )
-            return None
+            return
         except RateLimited as error:
-            throttled = RateLimited(str(error), error.retry_after_s)
-            self._attempts.discard(session_id, failed_exit(str(error), Reason.LAUNCH))
+            self._attempts.record_failed_launch(session_id, error)
             await self._delete_failed(session)
-            return throttled
+            raise
         except TimeoutError:
             message = f"was not ready within {self._start_timeout_s:g} s: {session.observed.summary}"
             failure = InfrastructureFailure(f"{session_id} {message}", Reason.LAUNCH)
@@ -343,7 +320,7 @@ class KubernetesRuntime:
             failure = type(failure)(f"{failure}{LOG_ENDS}{tail}", failure.reason)
         self._attempts.record_exit(session_id, Exit(failure.failure, tail))
         await self._delete_failed(session)
-        return failure
+        raise failure
 
     async def _delete_failed(self, session: KubernetesSession) -> None:
         """Delete the Job of a failed launch."""
@@ -359,8 +336,8 @@ class KubernetesRuntime:
         """Follow a session; starts the watches at first use."""
         cluster = await self._namespace.cluster()
         if not self._watching:
-            is_working = (*self._sessions.watches(cluster), self._poll())
-            self._watching = [self._group.create_task(work) for work in is_working]
+            watches = (*self._sessions.watches(cluster), self._poll())
+            self._watching = [self._group.create_task(watch) for watch in watches]
         return self._sessions.add(session_id)
 
     async def _refresh_working(self, session: KubernetesSession) -> bool | None:
@@ -370,9 +347,9 @@ class KubernetesRuntime:
         """
         await self._sessions.refresh(session)
         job = session.observed.job
-        lives = await self._sessions.is_working(session) if job and not job.ended else False
-        session.accepted = session.was_ready = lives is not False
-        return lives
+        is_working = await self._sessions.is_working(session) if job and not job.ended else False
+        session.accepted = session.was_ready = is_working is not False
+        return is_working
 
     async def _search(self, session: KubernetesSession) -> None:
         """Retry until the cluster tells whether the session exists."""
@@ -474,12 +451,12 @@ class KubernetesRuntime:
         """Save the log before the pod is deleted; returns its tail."""
         if session.log or session.pod is None:
             return session.log
-        message = await (await self._namespace.pods()).log(session.pod.metadata.name)
-        session.log = message[-TAIL:].strip()
-        if message:
+        text = await (await self._namespace.pods()).log(session.pod.metadata.name)
+        session.log = text[-TAIL:].strip()
+        if text:
             try:
                 self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._log_file(session.id).write_text(message)
+                self._log_file(session.id).write_text(text)
             except OSError as error:
                 log.warning("the log of %s cannot be kept: %s", session.id, error)
         return session.log
@@ -489,9 +466,9 @@ class KubernetesRuntime:
 
 
 def _failure(session: KubernetesSession, end: SessionEnd, tail: str) -> Failure | None:
-    if end.said:
+    if end.failure:
         reason = end.reason if session.was_ready or end.reason is not Reason.DIED else Reason.LAUNCH
-        message = f"{session.id}: {end.said}"
+        message = f"{session.id}: {end.failure}"
     elif session.was_ready:
         return None
     else:

@@ -116,18 +116,18 @@ class PodClient:
 
     async def of(self, selector: str) -> list[Pod]:
         """Pods by label selector, the newest first."""
-        found, _ = await self._cluster.list(self._cluster.core("pods"), Pod, {"labelSelector": selector})
-        return sorted(found, key=lambda pod: str(pod.metadata.creation_timestamp), reverse=True)
+        pods, _ = await self._cluster.list(self._cluster.core("pods"), Pod, {"labelSelector": selector})
+        return sorted(pods, key=lambda pod: str(pod.metadata.creation_timestamp), reverse=True)
 
     async def not_created(self, uid: str) -> str:
         """Why a Job has no pod, from its events; empty if unknown."""
         selector = f"involvedObject.kind=Job,involvedObject.uid={uid}"
         path = self._cluster.core("events")
         try:
-            found, _ = await self._cluster.list(path, Event, {"fieldSelector": selector})
+            events, _ = await self._cluster.list(path, Event, {"fieldSelector": selector})
         except KubernetesRefused:  # no permission to read events
             return ""
-        return next((event.message for event in reversed(found) if event.reason == "FailedCreate"), "")
+        return next((event.message for event in reversed(events) if event.reason == "FailedCreate"), "")
 
     def _path(self, pod: str, what: str) -> str:
         return f"{self._cluster.core('pods')}/{pod}:{self._port}/proxy/{what}"
@@ -163,13 +163,13 @@ class RunNamespace:
         return PodClient(await self.cluster(), self.options.port)
 
     async def pod_of(self, session_id: str) -> Pod | None:
-        found = await (await self.pods()).of(f"{self.selector},{SESSION}={label_value(session_id)}")
-        return found[0] if found else None
+        pods = await (await self.pods()).of(f"{self.selector},{SESSION}={label_value(session_id)}")
+        return pods[0] if pods else None
 
     async def all(self) -> list[Job]:
         cluster = await self.cluster()
-        found, _ = await cluster.list(cluster.jobs(), Job, {"labelSelector": self.selector})
-        return found
+        jobs, _ = await cluster.list(cluster.jobs(), Job, {"labelSelector": self.selector})
+        return jobs
 
     async def find(self, session_id: str) -> Job | None:
         """Find the session's Job; None if it does not exist or is being deleted."""
@@ -179,13 +179,13 @@ class RunNamespace:
         except KubernetesRefused as error:
             if error.status == MISSING:
                 return None
-            raise Unavailable(f"the Job of {session_id} cannot be looked for: {error}") from error
+            raise Unavailable(f"the Job of {session_id} cannot be looked up: {error}") from error
         return job if job.metadata.deletion_timestamp is None else None
 
-    async def create(self, session_id: str) -> bool:
+    async def create(self, session_id: str, image: str) -> bool:
         """Create the session's Job; returns False if it exists."""
         cluster = await self.cluster()
-        body = job_for(self.options, self.run, session_id)
+        body = job_for(self.options, self.run, session_id, image)
         try:
             await retry_unavailable(lambda: cluster.call("POST", cluster.jobs(), body=body))
             return True

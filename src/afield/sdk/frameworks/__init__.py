@@ -1,1 +1,1 @@
-"""Models of agent frameworks at a rollout's gateway; each needs its framework installed."""
+"""Models of agent frameworks at a rollout's gateway."""

@@ -1,4 +1,4 @@
-"""Strands: the rollout's model, and a hook that records the conversation for inspection.
+"""Strands: the rollout's model, and a hook that records conversations.
 
 Training uses the tokens that the gateway sampled, never a recorded conversation.
 """

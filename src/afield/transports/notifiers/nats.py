@@ -74,8 +74,8 @@ class NatsNotifier:
             except TimeoutError:
                 messages = []
         return [
-            Leased(exp_id=exp_id, body=one.data, receipt=one, times=one.metadata.num_delivered)
-            for one in messages
+            Leased(exp_id=exp_id, body=message.data, receipt=message, times=message.metadata.num_delivered)
+            for message in messages
         ]
 
     async def extend(self, leased: Leased, seconds: float) -> None:
@@ -87,9 +87,9 @@ class NatsNotifier:
 
     async def ack(self, leased: Sequence[Leased]) -> None:
         async with self._request():
-            for one in leased:
+            for lease in leased:
                 with contextlib.suppress(self._nats.errors.MsgAlreadyAckdError):
-                    await one.receipt.ack()
+                    await lease.receipt.ack()
 
     async def dead(self, letter: Leased, reason: str) -> None:
         headers = {REASON: reason[:200].encode("ascii", "replace").decode().replace("\n", " ")}

@@ -71,7 +71,9 @@ class RedisNotifier:
                 block = max(1, round(1000 * min(left, BLOCK_S))) if left > 0 else None
                 fresh = await client.xreadgroup(GROUP, self._consumer, {key: ">"}, count=BATCH, block=block)
                 if fresh or left <= 0:
-                    return [self._leased(exp_id, key, one, 1) for _, messages in fresh for one in messages]
+                    return [
+                        self._leased(exp_id, key, message, 1) for _, messages in fresh for message in messages
+                    ]
 
     async def extend(self, leased: Leased, seconds: float) -> None:
         key, number = leased.receipt
@@ -83,7 +85,7 @@ class RedisNotifier:
         if not leased:
             return
         async with self._request() as client, client.pipeline(transaction=True) as steps:
-            for key, number in (one.receipt for one in leased):
+            for key, number in (lease.receipt for lease in leased):
                 steps.xack(key, GROUP, number)
                 steps.xdel(key, number)
             await steps.execute()
@@ -103,8 +105,8 @@ class RedisNotifier:
             return []
         first, last = messages[0][0], messages[-1][0]
         pending = await client.xpending_range(key, GROUP, first, last, len(messages), self._consumer)
-        times = {one["message_id"]: int(one["times_delivered"]) for one in pending}
-        return [self._leased(exp_id, key, one, times.get(one[0], 1)) for one in messages]
+        times = {entry["message_id"]: int(entry["times_delivered"]) for entry in pending}
+        return [self._leased(exp_id, key, message, times.get(message[0], 1)) for message in messages]
 
     def _leased(self, exp_id: str, key: str, message: Any, times: int) -> Leased:
         number, fields = message

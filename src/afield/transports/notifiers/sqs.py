@@ -106,8 +106,8 @@ class SqsNotifier:
 
     async def ack(self, leased: Sequence[Leased]) -> None:
         by_queue: dict[str, list[str]] = {}
-        for one in leased:
-            url, handle = one.receipt
+        for lease in leased:
+            url, handle = lease.receipt
             by_queue.setdefault(url, []).append(handle)
         batches = [
             (url, handles[i : i + BATCH])

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from afield.errors import DamagedFile, Unavailable, UsageError
-from afield.private_files import private_directory
 from afield.sdk.stores import HINTS, HINTS_SCHEMA, FileStore
-from afield.sqlite import Database, DatabaseBusy, retry_while_busy
 from afield.transports.notifiers.base import LEASE_S, Leased
 from afield.transports.stores.base import TransportSpec
 from afield.transports.transport import StoreTransport
+from afield.utils.private_files import private_directory
+from afield.utils.sqlite import Database, DatabaseBusy, retry_while_busy
 
 FORMS: tuple[str, ...] = ("files", "files:///DIR")
 OPTIONS: tuple[str, ...] = ()

@@ -96,8 +96,8 @@ class MemoryNotifier:
             queue[leased.receipt] = leased.body, asyncio.get_running_loop().time() + seconds, leased.times
 
     async def ack(self, leased: Sequence[Leased]) -> None:
-        for one in leased:
-            self._queues[one.exp_id].pop(one.receipt, None)
+        for lease in leased:
+            self._queues[lease.exp_id].pop(lease.receipt, None)
 
     async def clear(self, exp_id: str, bodies: Sequence[bytes]) -> None:
         queue = self._queues.get(exp_id, {})

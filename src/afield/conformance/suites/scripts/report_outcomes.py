@@ -45,9 +45,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         longrepr: Any = report.longrepr
         detail = getattr(report, "wasxfail", "") or (str(longrepr[2]) if isinstance(longrepr, tuple) else "")
     name = _name(report.nodeid)
-    known, told = outcomes.get(name, ("passed", ""))
-    worst = max(known, report.outcome, key=WORST.index)
-    outcomes[name] = (worst, detail if worst != known or not told else told)
+    previous, previous_detail = outcomes.get(name, ("passed", ""))
+    worst = max(previous, report.outcome, key=WORST.index)
+    outcomes[name] = (worst, detail if worst != previous or not previous_detail else previous_detail)
     if report.when == "teardown":
         outcome, text = outcomes[name]
         _write({"test": name, "outcome": outcome, "detail": text})

@@ -41,7 +41,7 @@ TIME = types.FunctionDeclaration(
 OFF = types.AutomaticFunctionCallingConfig(disable=True)
 
 
-class Recipe(BaseModel):
+class CookingRecipe(BaseModel):
     title: str
     minutes: int
     steps: list[str]
@@ -49,8 +49,8 @@ class Recipe(BaseModel):
 
 @pytest.fixture(scope="module")
 def client() -> Any:
-    with genai.Client(api_key=KEY, http_options=OPTIONS) as made:
-        yield made
+    with genai.Client(api_key=KEY, http_options=OPTIONS) as genai_client:
+        yield genai_client
 
 
 def ask(client: Any, contents: Any, **config: Any) -> Any:
@@ -208,16 +208,18 @@ def test_response_schema(client: Any, thinking: Any) -> None:
         client,
         "A recipe for soup in 20 minutes.",
         response_mime_type="application/json",
-        response_schema=Recipe,
+        response_schema=CookingRecipe,
         thinking_config=thinking,
     )
-    assert isinstance(answer.parsed, Recipe)
+    assert isinstance(answer.parsed, CookingRecipe)
     assert answer.parsed.minutes == 20
 
 
 def test_response_schema_of_a_list(client: Any) -> None:
-    answer = ask(client, "Recipes.", response_mime_type="application/json", response_schema=list[Recipe])
-    assert answer.parsed and all(isinstance(recipe, Recipe) for recipe in answer.parsed)
+    answer = ask(
+        client, "Recipes.", response_mime_type="application/json", response_schema=list[CookingRecipe]
+    )
+    assert answer.parsed and all(isinstance(recipe, CookingRecipe) for recipe in answer.parsed)
 
 
 def test_response_json_schema(client: Any) -> None:
@@ -270,8 +272,8 @@ def test_no_thoughts(client: Any) -> None:
 
 @pytest.mark.parametrize("level", ["LOW", "HIGH"])
 def test_thinking_level(client: Any, level: str) -> None:
-    told = types.ThinkingConfig(thinking_level=level, include_thoughts=True)
-    answer = ask(client, "What is 3 + 4?", thinking_config=told)
+    thinking = types.ThinkingConfig(thinking_level=level, include_thoughts=True)
+    answer = ask(client, "What is 3 + 4?", thinking_config=thinking)
     assert answer.text == "3 + 4 = 7"
 
 
@@ -290,10 +292,10 @@ def test_max_output_tokens(client: Any) -> None:
 
 def test_logprobs(client: Any) -> None:
     answer = ask(client, "Hello", response_logprobs=True, logprobs=2)
-    told = answer.candidates[0].logprobs_result
-    assert all(chosen.log_probability < 0 for chosen in told.chosen_candidates)
-    assert len(told.top_candidates) == len(told.chosen_candidates)
-    assert all(len(place.candidates) == 2 for place in told.top_candidates)
+    result = answer.candidates[0].logprobs_result
+    assert all(chosen.log_probability < 0 for chosen in result.chosen_candidates)
+    assert len(result.top_candidates) == len(result.chosen_candidates)
+    assert all(len(place.candidates) == 2 for place in result.top_candidates)
 
 
 def test_an_image(client: Any) -> None:

@@ -57,8 +57,8 @@ PNG = (
 
 def model_of(provider: str, **config: Any) -> Model:
     name, base_url, arguments = PROVIDERS[provider]
-    made = GenerateConfig(max_retries=0, **{"max_tokens": 2048, **config})
-    return get_model(name, config=made, base_url=base_url, api_key=KEY, memoize=False, **arguments)
+    generate_config = GenerateConfig(max_retries=0, **{"max_tokens": 2048, **config})
+    return get_model(name, config=generate_config, base_url=base_url, api_key=KEY, memoize=False, **arguments)
 
 
 @pytest.fixture(params=PROVIDERS)
@@ -164,9 +164,9 @@ TOOLS = [
 
 @pytest.mark.parametrize("choice", ["any", "none", "get_time"])
 async def test_tool_choice(provider: str, choice: str) -> None:
-    given: Any = ToolFunction(name=choice) if choice == "get_time" else choice
+    tool_choice: Any = ToolFunction(name=choice) if choice == "get_time" else choice
     output = await model_of(provider).generate(
-        "What is the weather in Paris?", tools=TOOLS, tool_choice=given
+        "What is the weather in Paris?", tools=TOOLS, tool_choice=tool_choice
     )
     called = [call.function for call in output.message.tool_calls or []]
     assert called == {"any": ["get_weather"], "none": [], "get_time": ["get_time"]}[choice]
@@ -226,9 +226,9 @@ async def test_logprobs(provider: str) -> None:
     if provider == "anthropic":
         pytest.skip("Anthropic's API has none")
     output = await model_of(provider, logprobs=True, top_logprobs=2).generate("Hello")
-    told = output.choices[0].logprobs
-    assert told and len(told.content) > 3
-    assert all(one.logprob < 0 and len(one.top_logprobs or []) == 2 for one in told.content)
+    logprobs = output.choices[0].logprobs
+    assert logprobs and len(logprobs.content) > 3
+    assert all(one.logprob < 0 and len(one.top_logprobs or []) == 2 for one in logprobs.content)
 
 
 async def test_stop_strings(provider: str) -> None:

@@ -23,19 +23,19 @@ IMAGE = base64.b64decode(
 def _chat() -> tuple[type, dict[str, Any]]:
     from langchain_openai import ChatOpenAI
 
-    told = {"model": MODEL, "base_url": f"{BASE}/v1", "api_key": KEY}
+    parameters = {"model": MODEL, "base_url": f"{BASE}/v1", "api_key": KEY}
     if PROVIDER == "openai-responses":
         effort = {"effort": "medium", "summary": "auto"} if ON else {"effort": "none"}
-        return ChatOpenAI, {**told, "use_responses_api": True, "reasoning": effort}
-    return ChatOpenAI, {**told, "reasoning_effort": "medium" if ON else "none", "stream_usage": True}
+        return ChatOpenAI, {**parameters, "use_responses_api": True, "reasoning": effort}
+    return ChatOpenAI, {**parameters, "reasoning_effort": "medium" if ON else "none", "stream_usage": True}
 
 
 def _anthropic() -> tuple[type, dict[str, Any]]:
     from langchain_anthropic import ChatAnthropic
 
     thinking = {"type": "enabled", "budget_tokens": 1024} if ON else {"type": "disabled"}
-    told = {"model": MODEL, "base_url": BASE, "api_key": KEY, "max_tokens": 4096}
-    return ChatAnthropic, {**told, "thinking": thinking}
+    parameters = {"model": MODEL, "base_url": BASE, "api_key": KEY, "max_tokens": 4096}
+    return ChatAnthropic, {**parameters, "thinking": thinking}
 
 
 def _google() -> tuple[type, dict[str, Any]]:
@@ -94,8 +94,8 @@ class TestChatModel(ChatModelIntegrationTests):
 
     @property
     def supported_usage_metadata_details(self) -> dict[str, list[str]]:
-        told = ["reasoning_output"] if ON and PROVIDER != "anthropic" else []
-        return {"invoke": told, "stream": told}
+        details = ["reasoning_output"] if ON and PROVIDER != "anthropic" else []
+        return {"invoke": details, "stream": details}
 
     def invoke_with_reasoning_output(self, *, stream: bool = False) -> AIMessage:
         model = self.chat_model_class(**self.chat_model_params)

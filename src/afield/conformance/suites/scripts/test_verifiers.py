@@ -25,9 +25,9 @@ def admin(path: str, body: Any = None) -> Any:
 @pytest.fixture(scope="module")
 def key() -> dict[str, Any]:
     """API key that opens one session per value of verifiers' session header."""
-    made = admin("/keys", {"id": "eval", "session": {"sampling": {"max_tokens": 2048}}})
-    os.environ["SUITE_HEADER_KEY"] = made["api_key"]
-    return made
+    header_key = admin("/keys", {"id": "eval", "session": {"sampling": {"max_tokens": 2048}}})
+    os.environ["SUITE_HEADER_KEY"] = header_key["api_key"]
+    return header_key
 
 
 @pytest.fixture(scope="module")
