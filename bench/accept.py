@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import ROOT, benchmarks_page, report
-from bench.criteria import Criteria, RequirementMissing, check_tests, run_benchmark, run_json
+from bench.criteria import Criteria, RequirementMissing, check_tests, run_benchmark, run_json, run_tests
 from bench.gateway.tables import requirements
 from bench.training import acceptance as training
 
@@ -248,6 +248,27 @@ def afield_of(runtime: str) -> list[str]:
     return [str(ray_python()), "-m", "afield"]
 
 
+def pool(criteria: Criteria, cwd: Path) -> dict[str, Any]:
+    """Gateway pool: a lost Ray node, the demo with gateways on Ray, a launch budget across processes."""
+    runs: dict[str, Any] = {}
+    (python, *_) = afield_of("ray")
+    for name, options in (("store that all nodes see", ()), ("stores of the nodes", ("--no-shared-store",))):
+        command = [python, "-m", "bench.pool.node_loss", "--json", *options]
+        result = runs[f"lost node, {name}"] = run_json(command)
+        criteria.check(f"{name}: sessions", result["rollouts"], result["rollouts"] >= 200, ">= 200")
+        criteria.check(f"{name}: gateways lost", result["lost_gateways"], result["lost_gateways"] > 0, ">= 1")
+        for key in ("failed", "lost", "doubled"):
+            criteria.check(f"{name}: {key}", result[key], result[key] == 0, "0")
+    result = runs["demo"] = demo(cwd, "--gateways", 2, "--on", "ray", afield=afield_of("ray"))
+    check_learning(criteria, "demo with gateways on Ray", result)
+    for name, file in (
+        ("placement, replacement and weights", "tests/gateway/test_pool.py"),
+        ("one launch budget at two addresses", "tests/real/test_redis_limiter.py"),
+    ):
+        check_tests(criteria, name, file)
+    return runs
+
+
 def security(criteria: Criteria, cwd: Path) -> dict[str, Any]:
     """Security: attacks by agents, another user, and clients with and without a key."""
     result = run_benchmark("security.attacks", "--json")
@@ -255,13 +276,139 @@ def security(criteria: Criteria, cwd: Path) -> dict[str, Any]:
     criteria.check("attacks that broke something", result["broke"], not result["broke"], "none")
     for name, file in (
         ("what a sandboxed agent sees", "tests/runtimes/test_agent_view.py"),
-        ("files of a second user's", "tests/test_private_files.py"),
+        ("files of a second user's", "tests/utils/test_private_files.py"),
         ("workers and a second user", "tests/sdk/test_signed_invocations.py"),
-        ("keys in /proc", "tests/test_process_secrets.py"),
+        ("keys in /proc", "tests/utils/test_process_secrets.py"),
         ("warm parents", "tests/local_sandbox/test_import_prewarm.py"),
     ):
         check_tests(criteria, name, file)
     return {"attacks": result}
+
+
+def ui(criteria: Criteria, cwd: Path) -> dict[str, Any]:
+    """The browser: speed and memory on large runs, hostile strings, exported files, end-to-end tests."""
+    result = run_benchmark("ui.run", "--json")
+    size = f"{result['rollouts']} rollouts, {result['tokens']} tokens"
+    large = result["rollouts"] >= 100_000 and result["tokens"] >= 1_000_000
+    criteria.check("size of the runs", size, large, ">= 100,000 and >= 1,000,000")
+    for name, key, limit in (
+        ("first paint, s", "first_paint_s", 1.0),
+        ("opening the large rollout, s", "open_long_s", 0.5),
+        ("memory of the tab, MB", "tab_mb", 300.0),
+    ):
+        criteria.check(name, result[key], result[key] < limit, f"< {limit:g}")
+    for name, key in (
+        ("what scripts of agents did", "hostile_problems"),
+        ("problems of the exported file", "export_problems"),
+    ):
+        criteria.check(name, result[key], not result[key], "nothing")
+    check_tests(criteria, "pages in Chromium", "tests/real/test_ui.py")
+    return {"ui": result}
+
+
+HARBOR_TASKS = ROOT / "tests" / "harbor" / "tasks"
+
+
+def harbor(criteria: Criteria, cwd: Path) -> dict[str, Any]:
+    """Harbor tasks without Docker: solutions, no work, a hostile agent, broken tasks."""
+    runs: dict[str, Any] = {}
+    (cwd / "script.jsonl").write_text('{"match": "", "text": "DONE"}\n')
+    tasks = len(list(HARBOR_TASKS.iterdir()))
+    criteria.check("tasks", tasks, tasks >= 10, ">= 10")
+    for agent, reward in (("oracle", 1.0), ("nop", 0.0)):
+        words = [*AFIELD, "train", "--agent", agent, "--tasks", HARBOR_TASKS, "--json"]
+        words += ["--model", ROOT / "src/afield/demo/policy", "--engine", "scripted=script.jsonl"]
+        words += ["--tasks-per-step", tasks]
+        result = runs[agent] = run_json([*map(str, words)], cwd)
+        measured = f"{result['first']:g} over {result['rollouts']} rollouts, {result['failed']} failed"
+        sound = result["first"] == reward and result["rollouts"] == tasks and not result["failed"]
+        criteria.check(f"mean reward of {agent}", measured, sound, f"{reward:g} over {tasks}, 0 failed")
+        del result["run"]  # a path of this machine
+    for name, file in (
+        ("whole runs, and a hostile agent", "tests/real/test_harbor.py"),
+        ("tokens of harbor's own trials: trained, served, collected", "tests/real/test_harbor_trial.py"),
+        ("submissions and environments", "tests/harbor"),
+        ("broken task.toml files and Dockerfiles", "tests/datasets"),
+    ):
+        check_tests(criteria, name, file)
+    return runs
+
+
+def deploy(criteria: Criteria, cwd: Path) -> dict[str, Any]:
+    """Deployment: manifests, images under podman, TLS, documentation followed literally, sizing."""
+    for name, files in (
+        (
+            "manifests against the API schemas, and rights",
+            ("tests/deploy", "tests/runtimes/test_kubernetes_role.py"),
+        ),
+        ("images run like their pods", ("tests/real/test_images.py",)),
+        ("TLS and streams behind nginx", ("tests/real/test_tls.py",)),
+        ("deployment pages followed literally", ("tests/real/test_deploy_pages.py",)),
+    ):
+        result = run_tests(*files)
+        criteria.check(name, result.summary, result.ok, "all pass, none skipped")
+    sizing = run_benchmark("sizing", "--json")
+    criteria.check("sizing: largest error", sizing["worst_error"], sizing["worst_error"] <= 0.15, "<= 0.15")
+    largest = max(plan["rollouts"] for plan in sizing["plans"])
+    criteria.check("sizing: largest number of rollouts", largest, largest >= 100_000, ">= 100,000")
+    return {"sizing": sizing}
+
+
+SHOWN_HARNESSES = ("claude-code", "codex", "mini-swe-agent", "opencode")
+
+
+def harnesses(criteria: Criteria, cwd: Path) -> dict[str, Any]:
+    """Ready harnesses: 16 rollouts of four on Harbor tasks in sandboxes, and a smoke test of all."""
+    runs: dict[str, Any] = {}
+    for name in SHOWN_HARNESSES:
+        result = runs[name] = run_benchmark("harnesses.training", name, "--json")
+        graded = result["solved"] + result["missed"]
+        measured = f"{graded} of {result['rollouts']} graded, {result['solved']} solved"
+        both = result["solved"] > 0 and result["missed"] > 0
+        criteria.check(f"{name}: rollouts", measured, graded == 16 and both, "16 of 16 graded, some solved")
+        measured = f"{len(result['problems'])} of {result['calls']} calls, excluded {result['excluded']}"
+        exact = not result["problems"] and set(result["excluded"]) <= {"side:opencode/title"}
+        criteria.check(f"{name}: engine calls that differ", measured, exact, "0, only titles excluded")
+    check_tests(criteria, "all harnesses, and their turn limit", "tests/real/test_harnesses.py")
+    return runs
+
+
+def evaluation(criteria: Criteria, cwd: Path) -> dict[str, Any]:
+    """Evaluation: exact statistics, coverage, validation, and a run that is killed."""
+    result = run_benchmark("eval", "--json")
+    for name, difference in result["agreement"].items():
+        criteria.check(
+            f"{name}: largest difference from another computation", difference, difference < 1e-9, "< 1e-9"
+        )
+    for name, share in result["coverage"].items():
+        criteria.check(f"{name}: coverage of 400 intervals, %", share, 93 <= share <= 97, "93 to 97")
+    validation, resumed = result["validation"], result["resumed"]
+    criteria.check("eval and validation sample alike", validation, validation["equal"], "equal")
+    criteria.check(
+        "replies differ", validation["distinct_replies"], validation["distinct_replies"] > 4, "> 4"
+    )
+    for name in ("attempts", "rows"):
+        criteria.check(f"{name} after kills", resumed[name], resumed[name] == 5000, "5000")
+    criteria.check("results that changed", resumed["changed"], resumed["changed"] == 0, "0")
+    return result
+
+
+def why(criteria: Criteria, cwd: Path) -> dict[str, Any]:
+    """Diagnosis: each class is found first in a run that is really broken; healthy runs give no alarm."""
+    result = run_benchmark("why", "--json")
+    classes, found = result["classes"], result["found_first"]
+    criteria.check("classes", classes, classes >= 18, ">= 18")
+    criteria.check("broken runs whose class is found first", found, found == classes, f"{classes}")
+    criteria.check("false alarms", result["false_alarms"], result["false_alarms"] == 0, "0")
+    return {"why": result}
+
+
+def plan(criteria: Criteria, cwd: Path) -> dict[str, Any]:
+    """Planned memory against measured peaks."""
+    result = run_benchmark("plan.compare", "--json")
+    criteria.check("measured points", result["points"], result["points"] >= 20, ">= 20")
+    criteria.check("largest difference", result["worst"], result["ok"], "<= 0.15")
+    return {"plan": result}
 
 
 PARTS: dict[str, Callable[[Criteria, Path], dict[str, Any]]] = {
@@ -269,8 +416,16 @@ PARTS: dict[str, Callable[[Criteria, Path], dict[str, Any]]] = {
     "gateway": gateway,
     "collect": collection,
     "runtimes": runtimes,
+    "pool": pool,
     "security": security,
+    "harnesses": harnesses,
     "crowd": crowd,
+    "ui": ui,
+    "harbor": harbor,
+    "deploy": deploy,
+    "eval": evaluation,
+    "why": why,
+    "plan": plan,
     "trainers": training.trainers,
     "gpu": training.gpu,
 }

@@ -54,8 +54,8 @@ class Target:
         return f"{self.registry}/{self.repository}:{self.tag}"
 
 
-def read(file: Path) -> Target:
-    """The values of a .env file, every one checked. Nothing in it is executed."""
+def read(file: Path, tag: str | None = None) -> Target:
+    """The values of a .env file, every one checked; `tag` replaces its TAG. Nothing in it is executed."""
     if not file.is_file():
         raise Refused(f"there is no {file}: copy .env.example to it and fill it in, or give one with --env")
     values = dict(DEFAULTS)
@@ -66,11 +66,14 @@ def read(file: Path) -> Target:
         if not equals or name.strip() not in SHAPES:
             raise Refused(f"{file}, line {number}: expected NAME=VALUE with one of {', '.join(SHAPES)}")
         values[name.strip()] = value.strip().strip("\"'")
+    if tag is not None:
+        values["TAG"] = tag
     if missing := [name for name in SHAPES if not values.get(name)]:
         raise Refused(f"{file} does not say {', '.join(missing)}; .env.example shows how")
     for name, (shape, told) in SHAPES.items():
         if not re.fullmatch(shape, values[name], re.ASCII):
-            raise Refused(f"{file}: {name} = {values[name]!r} must be {told}")
+            where = "--tag" if name == "TAG" and tag is not None else f"{file}: {name}"
+            raise Refused(f"{where} = {values[name]!r} must be {told}")
     return Target(*(values[name] for name in SHAPES))
 
 
@@ -132,7 +135,7 @@ def ensure_repository(run: Runner, target: Target) -> None:
         raise Refused(f"{shlex.join(asked)} failed: {found.stderr.strip()}")
 
 
-def push(run: Runner, target: Target, folder: Path) -> None:
+def push(run: Runner, target: Target, folder: Path, dockerfile: Path) -> None:
     check_identity(run, target)
     ensure_repository(run, target)
     asked = ("aws", "ecr", "get-login-password", "--region", target.region)
@@ -142,7 +145,7 @@ def push(run: Runner, target: Target, folder: Path) -> None:
     run.openly(
         *("docker", "buildx", "build", "--platform", target.platform, "--build-context", f"afield={ROOT}"),
         # AgentCore wants an image, not an index with attestations.
-        *("--provenance=false", "--tag", target.uri, "--push", str(folder)),
+        *("--provenance=false", "--file", str(dockerfile), "--tag", target.uri, "--push", str(folder)),
     )
 
 
@@ -150,15 +153,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="where the agent's Dockerfile is")
+    parser.add_argument("folder", type=Path, help="build context of the agent's image")
+    parser.add_argument(
+        "--dockerfile", type=Path, metavar="FILE", help="default: Dockerfile in the build context"
+    )
+    parser.add_argument("--tag", metavar="TAG", help="tag of the image; default: TAG in the .env file")
     parser.add_argument("--env", type=Path, default=Path(".env"), metavar="FILE", help="default: .env")
     parser.add_argument("--dry-run", action="store_true", help="print every command and run none")
     given = parser.parse_args()
     try:
-        target = read(given.env)
-        if not (given.folder / "Dockerfile").is_file():
-            raise Refused(f"there is no Dockerfile in {given.folder}")
-        push(Runner(given.dry_run), target, given.folder)
+        target = read(given.env, given.tag)
+        dockerfile = given.dockerfile or given.folder / "Dockerfile"
+        if given.dockerfile and not dockerfile.is_file():
+            raise Refused(f"there is no file {dockerfile}")
+        if not dockerfile.is_file():
+            raise Refused(f"there is no Dockerfile in {given.folder}; name another file with --dockerfile")
+        push(Runner(given.dry_run), target, given.folder, dockerfile)
     except Refused as error:
         print(f"push_image: {error}", file=sys.stderr)
         return 2

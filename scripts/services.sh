@@ -5,6 +5,8 @@ missing=()
 need() { command -v "$1" >/dev/null || missing+=("${@:2}"); }
 need redis-server redis-server
 need bwrap bubblewrap
+need chromium-headless-shell chromium-headless-shell fonts-dejavu-core
+need nginx nginx
 need podman podman runc netavark aardvark-dns catatonit iptables
 need mmdebstrap mmdebstrap gpg libdpkg-perl libdistro-info-perl
 [ ${#missing[@]} = 0 ] && exit 0

@@ -25,7 +25,8 @@ HEAD = """\
 This page lists every setting of `afield train`, `afield demo`, `afield gateway` and the veRL integration, with its default. This page is generated from
 `src/afield/settings`.
 
-Values come from the command line, then from a TOML file, then from the defaults below.
+Values come from the command line, then from environment variables, then from a TOML file, then from the defaults below. An error names the flag, the variable, or
+the file and line of the wrong value.
 
 ```console
 $ afield train my_agent.py:agent --config train.toml --steps 50 --idle-timeout 60
@@ -42,6 +43,9 @@ retries_infrastructure = 5
 
 - A key is a flag with `-` for `_` and without a final `_s`: `idle_timeout_s` is `--idle-timeout`. Tables have no flags:
   use the file, or `--set TABLE.KEY=VALUE`.
+- A key is an environment variable with the prefix of its command, and `__` between tables: `AFIELD_TRAIN_STEPS=50`,
+  `AFIELD_TRAIN_SANDBOX__LIMITS__MEMORY_MB=512`, `AFIELD_GATEWAY_PORT=8400`, `AFIELD_RELAY_PORT=8500`. Tables and lists may be JSON:
+  `AFIELD_TRAIN_SANDBOX='{{"allow": ["db:5432"]}}'`. An empty variable counts as not set.
 - An unknown key is an error that names the nearest one.
 - A run saves its settings in `run.json`. These may change when it is resumed: {resumable}. Any other change is refused.
 - `afield demo` takes the same settings, with defaults of its own for its small model.
@@ -59,6 +63,7 @@ retries_infrastructure = 5
 | --- | --- |
 | `AFIELD_RUNS` | directory of runs; default: `runs` |
 | `AFIELD_ADMIN_KEY` | admin key of the gateway that `gateway` names |
+| `AFIELD_ENDPOINT_KEY` | API key of the endpoint of `afield eval --endpoint` |
 """
 TABLES = (("learn", TrainerOptions), ("learn.lora", LoraOptions))
 RUNTIMES = ("sandbox", "container", "agentcore", "kubernetes", "ray")

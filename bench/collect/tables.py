@@ -41,7 +41,7 @@ def _throughput(result: dict[str, Any]) -> str:
         ("... until the last rollout began", f"{result['busy_until_last_begun']:.1%}", "", "100 %"),
         ("... with nothing cut", f"{result['busy_nothing_cut']:.1%}", "", "100 %"),
         ("asynchronous over synchronous rate", result["async_over_sync"], "at least 2", ""),
-        ("one step off over synchronous rate", result["one_step_off_over_sync"], "", ""),
+        ("rate of one-step-off / rate of sync", result["one_step_off_over_sync"], "", ""),
         ("tokens wasted", f"{result['waste']:.2%}", "at most 5 %", f"{limit['waste']:.2%}"),
         ("greatest staleness, in versions", result["max_staleness"], "at most 2", ""),
     ]

@@ -7,6 +7,7 @@ time is that of the process and its children.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import secrets
@@ -20,7 +21,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from afield.conformance.environments import python_environment
+from afield.utils.installations import python_environment
 from bench.gateway.http_client import connect, post
 
 HERE = Path(__file__).parent
@@ -92,11 +93,14 @@ def process_cpu(pid: int) -> float:
 
 
 def tree(pid: int) -> list[int]:
-    found = [pid]
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        children = (task / "children").read_text().split()
-        found += [below for child in children for below in tree(int(child))]
-    return found
+    """A process and its descendants. Threads and processes that end meanwhile are skipped."""
+    pids = [pid]
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                children = (task / "children").read_text().split()
+                pids += [below for child in children for below in tree(int(child))]
+    return pids
 
 
 def upstream(answer: dict[str, Any], scratch: Path) -> AbstractAsyncContextManager[Server]:

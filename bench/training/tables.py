@@ -107,7 +107,14 @@ def _tree(line: dict[str, Any] | None) -> str:
     for (name, title), shape in zip(SHAPES.items(), (line, line["forest"]), strict=True):
         rows = [_form(form, shape) for form in shape["speedup"]]
         rows.append(("the forest", "1", "1", "", shape["seconds"]["tree"], shape["peak_gib"]["tree"]))
-        head = ("", "tokens / the forest's", "time / the forest's", "of that ratio", "s", "peak, GiB")
+        head = (
+            "",
+            "token ratio to forest",
+            "time ratio to forest",
+            "time ratio / token ratio",
+            "s",
+            "peak, GiB",
+        )
         rest = [
             (what, seen, bar, verdict(ok))
             for what, seen, ok, bar in tree_criteria(line)
@@ -149,8 +156,8 @@ def _engine(line: dict[str, Any] | None) -> str:
     origin = (
         f"One {machine['device']}, commit `{line['commit'][:12]}`, torch {machine['torch']}, transformers"
         f" {machine['transformers']}, {size:.2f} B parameters, {load['requests']} requests"
-        f" at once of {load['prompt']} tokens, {load['new']} sampled for each ({load['batch_new']} by"
-        " `generate_batch`)."
+        f" at once, each with a prompt of {load['prompt']} tokens and {load['new']} sampled tokens"
+        f" ({load['batch_new']} with `generate_batch`)."
     )
     names = {"afield": "embedded engine", "generate": "`generate`", "generate_batch": "`generate_batch`"}
     rows = [(label, f"{rates[name]:,}" if rates[name] else "failed") for name, label in names.items()]

@@ -43,7 +43,7 @@ from afield.engines.torch.engine import TorchEngine
 from afield.engines.vllm.engine import VllmEngine
 from afield.errors import AfieldError
 from afield.interfaces.engine import Chunk, Engine, GenerateRequest
-from afield.rounding import PublishedUpdate, Rounding, measure_update
+from afield.models.rounding import PublishedUpdate, Rounding, measure_update
 from afield.settings.trainer import LoraOptions
 from afield.trainers.diagnostics import BatchDiagnostics
 from afield.trainers.grpo import GRPO

@@ -1,14 +1,14 @@
-"""The demo's shop agent, trained by stock TRL: its asynchronous GRPO trainer learns, afield collects.
-
-pip install trl 'afield[demo]'
-python train_async.py --steps 40
-"""
+"""Stock TRL's asynchronous GRPO trainer trains the demo's shop agent; afield collects its rollouts."""
 
 import argparse
 from pathlib import Path
 
 import torch
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+try:
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install 'trl==1.16.0' requests 'afield[demo]'") from None
 
 from afield import demo
 from afield.demo import shop

@@ -1,14 +1,14 @@
-"""The limited mode: the shop agent trained by TRL's synchronous GRPOTrainer, through its rollout_func.
-
-pip install trl 'afield[demo]'
-python train_sync.py --steps 20
-"""
+"""The limited mode: TRL's synchronous GRPOTrainer trains the shop agent through its rollout_func."""
 
 import argparse
 from pathlib import Path
 
 import torch
-from trl import GRPOConfig, GRPOTrainer
+
+try:
+    from trl import GRPOConfig, GRPOTrainer
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install 'trl==1.16.0' requests 'afield[demo]'") from None
 
 from afield import demo
 from afield.demo import shop

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from scipy import stats
-
 from bench.collect.simulation.agent_schedule import life_of
 from bench.collect.simulation.run import Result, schedule_of
 
@@ -69,4 +67,6 @@ def fairness(result: Result) -> dict[str, float]:
 
 
 def _ks_p_value(first: list[int], second: list[int]) -> float:
+    from scipy import stats  # takes half a second, which every worker of the tests would spend
+
     return float(stats.ks_2samp(first, second).pvalue)

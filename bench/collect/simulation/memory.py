@@ -19,6 +19,7 @@ from msgspec import Struct
 from afield.orchestrator.state import RunDirectory
 from afield.orchestrator.training_loop import StepMetrics
 from afield.transports.stores.files import FilesTransport
+from afield.utils.malloc import share_arena
 from bench.collect.simulation.components import SimulatedTrainer
 from bench.collect.simulation.run import Result, Setting, simulate
 
@@ -57,6 +58,7 @@ def growth(samples: list[Sample], what: str) -> float:
 
 
 def measured(rollouts: int = 20_000) -> dict[str, Any]:
+    share_arena()  # as the commands do
     began = time.monotonic()
     setting = Setting(mode="async", staleness=2, groups=rollouts // 8)
     _, samples = watched(setting)
