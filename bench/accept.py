@@ -269,6 +269,29 @@ def pool(criteria: Criteria, cwd: Path) -> dict[str, Any]:
     return runs
 
 
+def relay(criteria: Criteria, cwd: Path) -> dict[str, Any]:
+    """Relay between three network namespaces: kills, cuts, added latency."""
+    result = run_benchmark("relay", "--json")
+    size = f"{result['sessions']} sessions x {result['turns']} turns"
+    large = result["sessions"] >= 200 and result["turns"] >= 5
+    criteria.check("size", size, large, "200 x 5")
+    measured = f"{result['kills']} kills, {result['cuts']} cuts"
+    broken = result["kills"] >= 2 and result["cuts"] >= 3 and result["faults_before_the_end"]
+    criteria.check("faults while answers stream", measured, broken, "2 kills, 3 cuts")
+    for name in ("failed", "wrong", "duplicates"):
+        criteria.check(name, result[name], result[name] == 0, "0")
+    criteria.check(
+        "agents and cluster accept nothing inbound",
+        result["inbound_closed"],
+        result["inbound_closed"],
+        "true",
+    )
+    for name, limit in (("added_p50_ms", 3), ("added_p95_ms", 10)):
+        criteria.check(name, result[name], result[name] <= limit, f"<= {limit}")
+    check_tests(criteria, "resumption, limits, authentication, engines", "tests/relay")
+    return {"relay": result}
+
+
 def security(criteria: Criteria, cwd: Path) -> dict[str, Any]:
     """Security: attacks by agents, another user, and clients with and without a key."""
     result = run_benchmark("security.attacks", "--json")
@@ -417,6 +440,7 @@ PARTS: dict[str, Callable[[Criteria, Path], dict[str, Any]]] = {
     "collect": collection,
     "runtimes": runtimes,
     "pool": pool,
+    "relay": relay,
     "security": security,
     "harnesses": harnesses,
     "crowd": crowd,

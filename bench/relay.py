@@ -1,11 +1,13 @@
 """Relay under faults: three network namespaces, kills of the relay, cuts of the link, added latency.
 
-    python bench/relay.py [--sessions 200] [--turns 5] [--kills 2] [--cuts 3] [--json]
+    python bench/relay.py [--sessions 200] [--turns 5] [--tool-s 2] [--kills 2] [--cuts 3] [--json]
 
 Agents, relay and cluster live in namespaces of their own; agents and cluster accept no inbound connections.
 
 1. Latency: half of the sessions go through the relay and half directly (over a third link that exists only in
-   this phase), at the same time. Reported are differences of the quantiles of the time to the first event.
+   this phase), at the same time. Agents wait `--tool-s` seconds on average between turns, as for a tool: all
+   processes share this machine, and without a wait its cores are busy and the latency is that of their queue.
+   Reported are differences of the quantiles of the time to the first event, and how busy the cores were.
 2. Faults: all sessions go through the relay, which is killed with SIGKILL, and whose link to the cluster is
    taken down, while they stream. Clients repeat an interrupted request.
 3. The tokens of every session are compared with the engine's own record; a generation that no client received
@@ -20,6 +22,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import secrets
 import shutil
 import statistics
@@ -42,7 +45,8 @@ from bench import ROOT, report
 POLICY = ROOT / "src" / "afield" / "demo" / "policy"
 ADMIN = "relay-bench-admin-key"
 REPLY = "Forty two is what the relay carries, one token after the other, and nothing twice."
-DELAY_S = 0.02
+DELAYS_S = {"latency": 0.02, "fault": 0.1}
+"""Seconds per token in each phase: with faults, answers take so long that each fault meets some of them."""
 AGENTS, RELAY, CLUSTER = (f"afb-{name}-{os.getpid()}" for name in ("agents", "relay", "cluster"))
 RELAY_FOR_AGENTS, RELAY_FOR_CLUSTER, CLUSTER_DIRECT = "10.77.1.2", "10.77.2.2", "10.77.3.2"
 PORT, GATEWAY_PORT = 8500, 8400
@@ -53,12 +57,15 @@ START_S = 60.0
 # --- agents (run in their own namespace) ---------------------------------------------------------
 
 
-async def converse(http: aiohttp.ClientSession, session: dict[str, Any], turns: int) -> dict[str, Any]:
+async def converse(
+    http: aiohttp.ClientSession, session: dict[str, Any], turns: int, tool_s: float
+) -> dict[str, Any]:
     """Hold one conversation; interrupted requests are repeated as they were."""
     history: list[dict[str, str]] = []
     first_s: list[float] = []
     repeats = 0
     for turn in range(turns):
+        await asyncio.sleep(random.uniform(0, 2 * tool_s))
         history.append({"role": "user", "content": f"Question {turn} of {session['id']}?"})
         for _ in range(TRIES):
             try:
@@ -99,11 +106,11 @@ async def ask(
     raise ConnectionError("the stream ended early")
 
 
-async def run_agents(sessions: list[dict[str, Any]], turns: int) -> list[dict[str, Any]]:
+async def run_agents(sessions: list[dict[str, Any]], turns: int, tool_s: float) -> list[dict[str, Any]]:
     timeout = aiohttp.ClientTimeout(total=None, sock_read=60)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
-        return await asyncio.gather(*(converse(http, session, turns) for session in sessions))
+        return await asyncio.gather(*(converse(http, session, turns, tool_s) for session in sessions))
 
 
 # --- the cluster's own client (runs in the cluster's namespace) ----------------------------------
@@ -237,15 +244,26 @@ def directly(session: dict[str, Any]) -> dict[str, Any]:
     return {**session, "url": f"http://{CLUSTER_DIRECT}:{GATEWAY_PORT}/s/{session['id']}/v1"}
 
 
-async def measure_latency(sessions: int, turns: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
+def cpu_ticks() -> tuple[int, int]:
+    """CPU time of the whole machine since it started, in ticks: busy, and all."""
+    user, nice, system, idle, iowait, *others = map(int, Path("/proc/stat").read_text().split()[1:9])
+    busy = user + nice + system + sum(others)
+    return busy, busy + idle + iowait
+
+
+async def measure_latency(
+    sessions: int, turns: int, tool_s: float
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
     open_direct()
     opened = await open_sessions([f"latency-{n}.1" for n in range(sessions)])
     mixed = [session if n % 2 else directly(session) for n, session in enumerate(opened)]
-    ended = await call(AGENTS, "agents", [mixed, turns])
+    busy_before, all_before = cpu_ticks()
+    ended = await call(AGENTS, "agents", [mixed, turns, tool_s])
+    busy, total = cpu_ticks()
     close_direct()
     relayed = [s for n, one in enumerate(ended) if n % 2 for s in one["first_s"]]
     direct = [s for n, one in enumerate(ended) if not n % 2 for s in one["first_s"]]
-    numbers = {}
+    numbers = {"cores_busy": round((busy - busy_before) / (total - all_before), 2)}
     for name, percent in (("p50", 50), ("p95", 95)):
         through, straight = (statistics.quantiles(rows, n=100)[percent - 1] for rows in (relayed, direct))
         numbers[f"direct_{name}_ms"] = round(1000 * straight, 2)
@@ -289,14 +307,14 @@ def compare(ended: list[dict[str, Any]], shown: list[Any], record: Path, turns: 
     return {"failed": len(failed), "wrong": len(wrong), "duplicates": duplicates}
 
 
-async def run(sessions: int, turns: int, kills: int, cuts: int) -> dict[str, Any]:
+async def run(sessions: int, turns: int, tool_s: float, kills: int, cuts: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="afield-relay-") as place:
         folder = Path(place)
         secret = folder / "secret"
         secret.write_text(secrets.token_hex(32))
         secret.chmod(0o600)
-        row = {"match": "Question", "text": REPLY, "delay_s": DELAY_S}
-        (folder / "script.jsonl").write_text(json.dumps(row) + "\n")
+        rows = [{"match": f"of {phase}-", "text": REPLY, "delay_s": s} for phase, s in DELAYS_S.items()]
+        (folder / "script.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         record = folder / "calls.jsonl"
         afield = [sys.executable, "-m", "afield"]
         relay = Program(
@@ -331,11 +349,12 @@ async def run(sessions: int, turns: int, kills: int, cuts: int) -> dict[str, Any
             await relay.start()
             await gateway.start()
             closed = inbound_is_closed()
-            latency, numbers = await measure_latency(sessions, turns)
+            latency, numbers = await measure_latency(sessions, turns, tool_s)
             print(f"latency: {numbers}", file=sys.stderr)
             opened = await open_sessions([f"fault-{n}.1" for n in range(sessions)])
             breaking = asyncio.create_task(break_things(relay, kills, cuts))
-            ended = await call(AGENTS, "agents", [opened, turns])
+            ended = await call(AGENTS, "agents", [opened, turns, 0])
+            in_time = breaking.done()
             await breaking
             everything = [*latency, *ended]
             shown = await call(
@@ -357,6 +376,7 @@ async def run(sessions: int, turns: int, kills: int, cuts: int) -> dict[str, Any
         **numbers,
         "kills": kills,
         "cuts": cuts,
+        "faults_before_the_end": in_time,
         "repeated_requests": repeats,
         "inbound_closed": closed,
     }
@@ -366,6 +386,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sessions", type=int, default=200)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--tool-s", type=float, default=2.0, help="mean seconds between turns for latency")
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--cuts", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print the last line as JSON (always done)")
@@ -380,11 +401,12 @@ def main() -> int:
     for program in ("ip", "iptables"):
         if not shutil.which(program) or os.geteuid():
             raise SystemExit(f"needs root and the program {program}")
-    result = asyncio.run(run(args.sessions, args.turns, args.kills, args.cuts))
+    result = asyncio.run(run(args.sessions, args.turns, args.tool_s, args.kills, args.cuts))
     if args.save:
         report.save("relay", result, report.commit())
     print(json.dumps(result))
-    met = not (result["failed"] or result["duplicates"] or result["wrong"]) and result["inbound_closed"]
+    met = not (result["failed"] or result["duplicates"] or result["wrong"])
+    met &= result["inbound_closed"] and result["faults_before_the_end"]
     return 0 if met else 1
 
 
