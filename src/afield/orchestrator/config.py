@@ -115,7 +115,10 @@ class RolloutConfig(SessionPolicies, frozen=True, kw_only=True):
         if self.separate_verifier:
             raise ValueError("a verifier and reward_from = 'caller' both give the rewards; choose one")
         if self.baseline:
-            raise ValueError("a greedy baseline gets no reward from the caller; leave out baseline")
+            raise ValueError(
+                "baseline needs a reward for its greedy rollout, which reward_from = 'caller' does not give; leave out"
+                " one of them"
+            )
 
     @property
     def max_verdicts(self) -> int:

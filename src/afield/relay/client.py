@@ -188,7 +188,10 @@ class RelayClient(Multiplexer):
         async with asyncio.timeout(CONNECT_S):
             async with http.get(f"{base}/challenge", ssl=self._tls or True) as response:
                 if response.status == 401:
-                    raise UsageError(f"the relay {self._url} does not serve cluster {self._cluster!r}")
+                    raise UsageError(
+                        f"the relay {self._url} does not serve cluster {self._cluster!r}: correct the cluster's name"
+                        f" here, or start the relay with --cluster {self._cluster}=FILE"
+                    )
                 response.raise_for_status()
                 challenge = (await response.json())["challenge"]
             request = LinkRequest(

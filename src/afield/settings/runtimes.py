@@ -77,13 +77,13 @@ class ContainerOptions(SettingsGroup, frozen=True, kw_only=True):
     image_key: Annotated[str, Metavar("COLUMN")] = ""
     """Column of task rows that names the image of each; rows without it use `image`."""
     socket: str = ""
-    """Address of the engine, unix:///... or tcp://...; empty takes DOCKER_HOST, then the usual sockets."""
+    """Address of Docker or Podman, unix:///... or tcp://...; empty takes DOCKER_HOST, then the usual sockets."""
     pull: Literal["missing", "always", "never"] = "missing"
     """When to pull the image."""
     command: tuple[str, ...] = ()
     """Command that replaces the image's own."""
     network: str = "bridge"
-    """Network of the engine that agents join."""
+    """Docker or Podman network that containers of agents join."""
     host: str = ""
     """Name of this machine inside containers; empty detects it."""
     mounts: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ class ContainerOptions(SettingsGroup, frozen=True, kw_only=True):
     user: str = ""
     """User inside the container; empty takes the image's."""
     runtime: str = ""
-    """OCI runtime, such as runsc; empty takes the engine's default."""
+    """OCI runtime, such as runsc; empty takes the default of Docker or Podman."""
     init: bool = True
     """Run an init process that reaps zombies."""
     keep: tuple[str, ...] = ()

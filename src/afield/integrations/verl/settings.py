@@ -61,7 +61,8 @@ class VerlSettings(
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the runtime, such as {limits: {memory_mb: 512}}."""
     engine: str | list[str] = "torch"
-    """Engine of the rollout backend `afield`, or several."""
+    """Inference engine behind `actor_rollout_ref.rollout.name=afield`: torch, vllm, vllm=URL or sglang=URL, or a
+    list of them."""
     name: str = ""
     """Experiment name; default: veRL's project and experiment names."""
     folder: str = ""
