@@ -206,8 +206,8 @@ class SseParser:
         self._rest = rest + held
         if len(self._rest) > LONGEST:
             raise Unavailable(
-                f"the engine's answer has more than {LONGEST >> 20} MiB without the end of an event; check that its"
-                " address is that of a vLLM or SGLang server"
+                f"the engine's answer has more than {LONGEST >> 20} MiB without the end of an event; check"
+                " that its address is that of a vLLM or SGLang server"
             )
         return [event for block in blocks if (event := _data(block))]
 

@@ -116,8 +116,8 @@ class RolloutConfig(SessionPolicies, frozen=True, kw_only=True):
             raise ValueError("a verifier and reward_from = 'caller' both give the rewards; choose one")
         if self.baseline:
             raise ValueError(
-                "baseline needs a reward for its greedy rollout, which reward_from = 'caller' does not give; leave out"
-                " one of them"
+                "baseline needs a reward for its greedy rollout, which reward_from = 'caller' does not give;"
+                " leave out one of them"
             )
 
     @property

@@ -189,7 +189,7 @@ class RelayClient(Multiplexer):
             async with http.get(f"{base}/challenge", ssl=self._tls or True) as response:
                 if response.status == 401:
                     raise UsageError(
-                        f"the relay {self._url} does not serve cluster {self._cluster!r}: correct the cluster's name"
+                        f"the relay {self._url} does not serve cluster {self._cluster!r}: correct the name"
                         f" here, or start the relay with --cluster {self._cluster}=FILE"
                     )
                 response.raise_for_status()

@@ -77,7 +77,7 @@ class ContainerOptions(SettingsGroup, frozen=True, kw_only=True):
     image_key: Annotated[str, Metavar("COLUMN")] = ""
     """Column of task rows that names the image of each; rows without it use `image`."""
     socket: str = ""
-    """Address of Docker or Podman, unix:///... or tcp://...; empty takes DOCKER_HOST, then the usual sockets."""
+    """Address of Docker or Podman, unix:// or tcp://; empty takes DOCKER_HOST, then the usual sockets."""
     pull: Literal["missing", "always", "never"] = "missing"
     """When to pull the image."""
     command: tuple[str, ...] = ()

@@ -61,8 +61,8 @@ class VerlSettings(
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the runtime, such as {limits: {memory_mb: 512}}."""
     engine: str | list[str] = "torch"
-    """Inference engine behind `actor_rollout_ref.rollout.name=afield`: torch, vllm, vllm=URL or sglang=URL, or a
-    list of them."""
+    """Inference engine behind `actor_rollout_ref.rollout.name=afield`: torch, vllm, vllm=URL, sglang=URL, or
+    a list of them."""
     name: str = ""
     """Experiment name; default: veRL's project and experiment names."""
     folder: str = ""
