@@ -117,7 +117,7 @@ class RolloutConfig(SessionPolicies, frozen=True, kw_only=True):
         if self.baseline:
             raise ValueError(
                 "baseline needs a reward for its greedy rollout, which reward_from = 'caller' does not give;"
-                " leave out one of them"
+                " leave out baseline"
             )
 
     @property
