@@ -34,7 +34,7 @@ from scipy import stats
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from afield.evaluation import mean_pass, mean_reward
+from afield.jobs.evaluation import mean_pass, mean_reward
 from afield.orchestrator.state import RolloutStore, RunDirectory
 from afield.utils.statistics import Estimate, clustered_mean, pass_at_k
 from bench import ROOT, report

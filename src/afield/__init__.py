@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         TaskFailure,
         VerifierFailure,
     )
-    from afield.sandboxes import sandbox
+    from afield.factory.sandboxes import sandbox
     from afield.sdk.agent import Context, agent
     from afield.sdk.app import App
     from afield.sdk.results import Reward
@@ -42,7 +42,7 @@ _HOMES = {
     "TaskFailure": "afield.errors",
     "VerifierFailure": "afield.errors",
     "agent": "afield.sdk.agent",
-    "sandbox": "afield.sandboxes",
+    "sandbox": "afield.factory.sandboxes",
 }
 
 __all__ = [

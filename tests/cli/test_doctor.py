@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.cli.conftest import RunCommand
 
-from afield.doctor import CheckResult, clocks, judge
+from afield.diagnosis.doctor import CheckResult, clocks, judge
 from afield.settings.train import train_config
 from afield.types import Outcome, Rollout, RolloutResult, RolloutTimes, Task
 from support.client_gateway import threaded_gateway

@@ -20,10 +20,10 @@ from tests.cli.conftest import RunCommand
 
 from afield.errors import UsageError
 from afield.interfaces import SessionSpec
+from afield.jobs.training import gateway_child
 from afield.orchestrator.state import RunDirectory
 from afield.sdk.listen import listen
 from afield.settings.train import train_config
-from afield.training_run import gateway_child
 from support.gateways import POLICY
 from support.processes import command, finish, start, unlearned
 

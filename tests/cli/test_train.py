@@ -285,7 +285,7 @@ def test_an_agent_that_cannot_be_imported_is_refused_before_torch_is_loaded(tmp_
     ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2 and "No module named 'no_such_library'" in ended.stderr
     imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
-    assert "afield.training_run" in imported and "torch" not in imported
+    assert "afield.jobs.training" in imported and "torch" not in imported
     assert not list((tmp_path / "runs").glob("*"))
 
 

@@ -18,8 +18,8 @@ from typing import Any, get_type_hints
 import pytest
 
 import afield
-from afield import connect, factory
-from afield.client import OpenArguments, RolloutFuture
+from afield import factory
+from afield.client import OpenArguments, RolloutFuture, connect
 from afield.errors import UsageError
 from afield.orchestrator.config import RolloutConfig
 from afield.ratelimit import LocalLimiter, RateLimits

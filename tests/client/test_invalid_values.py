@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import afield
-from afield import connect, sandbox
+from afield import sandbox
+from afield.client import connect
 from afield.errors import UsageError
 from support.client_gateway import threaded_gateway
 from support.gateways import ADMIN

@@ -10,10 +10,11 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from msgspec import structs
 
-from afield import RolloutClient, connect, factory, trajectories
+from afield import RolloutClient, factory, trajectories
 from afield.chat import Tool
 from afield.cli.flags import flag_layer
 from afield.cli.main import parser
+from afield.client import connect
 from afield.errors import UsageError
 from afield.gateway import side_calls
 from afield.gateway.model_request import ModelRequest

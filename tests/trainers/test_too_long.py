@@ -10,11 +10,11 @@ import torch
 from msgspec import structs
 
 from afield.engines.scripted import ScriptedEngine
+from afield.jobs.training import warn_context_mismatch
 from afield.orchestrator import training_loop
 from afield.settings.train import TrainConfig
 from afield.trainers.frozen import Frozen
 from afield.trainers.grpo import GRPO
-from afield.training_run import warn_context_mismatch
 from afield.trajectories import linear
 from afield.types import Group, Trajectory, TurnRange, VersionSpan
 from support.gateways import running

@@ -16,7 +16,7 @@ import msgspec
 
 from afield.cli.flags import add_config_arguments, add_flags, flag_layer
 from afield.cli.tables import printable
-from afield.doctor import CheckResult, Doctor
+from afield.diagnosis.doctor import CheckResult, Doctor
 from afield.errors import UsageError
 from afield.settings.environment import Environment
 from afield.settings.train import TrainConfig, train_config, train_layers

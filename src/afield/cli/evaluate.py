@@ -25,12 +25,12 @@ from afield.cli.tables import print_table, printable
 from afield.cli.train import named, save_config, saved_config
 from afield.datasets import read_tasks
 from afield.errors import AfieldError, NoRewards, UsageError
-from afield.evaluation import EvalSummary, evaluate, summarize
+from afield.jobs.evaluation import EvalSummary, evaluate, summarize
+from afield.jobs.tracking import Tracking, describe_failures, read_states
 from afield.orchestrator.state import RunDirectory, RunInfo, find_run
 from afield.settings.environment import Environment
 from afield.settings.train import REMOTE, RESUMABLE_KEYS, LearningSettings, TrainConfig, build
 from afield.settings.values import assigned, from_file, merged, with_paths
-from afield.tracking import Tracking, describe_failures, read_states
 from afield.types import Outcome, Rollout, RolloutResult, Task
 from afield.utils.durable_files import write_whole
 from afield.utils.statistics import Estimate

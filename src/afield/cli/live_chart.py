@@ -19,11 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from afield.cli.report import Summary, account_of, chart, describe_tokens, me, short
+from afield.jobs.tracking import describe_failures, read_states
 from afield.orchestrator.state import RunDirectory
 from afield.orchestrator.training_loop import StepMetrics
 from afield.runs.token_account import ExclusionWatch, TokenAccount, listed
 from afield.settings.train import TrainConfig
-from afield.tracking import describe_failures, read_states
 from afield.types import FailureKind, Outcome, Rollout, RolloutResult
 
 SHOWN_FAILURES = 5

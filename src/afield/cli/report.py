@@ -10,10 +10,10 @@ from typing import Any
 
 from msgspec import Struct
 
+from afield.jobs.tracking import read_states
 from afield.orchestrator.state import RunDirectory, RunState
 from afield.runs.token_account import TokenAccount, listed
 from afield.settings.train import TrainConfig
-from afield.tracking import read_states
 
 
 class Summary(Struct, frozen=True, kw_only=True):

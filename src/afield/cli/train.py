@@ -21,6 +21,8 @@ from afield.cli.flags import add_config_arguments, add_flags, flag_layer
 from afield.cli.report import Summary, draw, me, summarise
 from afield.datasets import read_tasks
 from afield.errors import AfieldError, NoRewards, UsageError
+from afield.jobs.tracking import Tracking
+from afield.jobs.training import RunRole, training
 from afield.orchestrator.state import RunDirectory, RunInfo, find_run, write_whole
 from afield.orchestrator.training_loop import StepMetrics
 from afield.settings.environment import Environment
@@ -34,8 +36,6 @@ from afield.settings.train import (
     train_layers,
 )
 from afield.settings.values import assigned, merged
-from afield.tracking import Tracking
-from afield.training_run import RunRole, training
 from afield.types import Task, check_id
 
 if TYPE_CHECKING:

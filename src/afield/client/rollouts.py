@@ -18,7 +18,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
-from importlib import import_module
 from queue import SimpleQueue
 from typing import Self, TypedDict, TypeVar, Unpack
 
@@ -148,8 +147,9 @@ class RolloutClient:
         `afield.client.OpenArguments` describes each. A client with the `exp_id` and directory of an
         earlier one reuses its finished rollouts.
         """
-        # Imported by name because `afield.connect` imports this module.
-        return import_module("afield.connect").client(**names).start()
+        from afield.client import connect  # it imports this module
+
+        return connect.client(**names).start()
 
     def start(self) -> Self:
         """Start the client; returns once agents can be launched, and raises if they cannot."""

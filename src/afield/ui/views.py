@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from afield.errors import AfieldError, DamagedFile, NotFound, UsageError
-from afield.evaluation import mean_pass, mean_reward
+from afield.jobs.evaluation import mean_pass, mean_reward
 from afield.runs.exclusions import REASONS, UntrainedReason
 from afield.ui.data import LoadedRollout, RunData, TurnTokens, read_json
 from afield.utils.columns import indexed, numbers, pack

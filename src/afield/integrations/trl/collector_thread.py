@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 from afield.client.rollouts import NullObserver
 from afield.errors import Unavailable
+from afield.jobs.training import Collector, open_collector
 from afield.orchestrator.state import RunDirectory, RunInfo
 from afield.settings.train import TrainConfig
-from afield.training_run import Collector, open_collector
 from afield.types import Task
 
 T = TypeVar("T")

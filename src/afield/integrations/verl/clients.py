@@ -18,8 +18,7 @@ from typing import Any
 import ray  # pyright: ignore[reportMissingImports]
 from msgspec import Struct, structs
 
-from afield import connect
-from afield.client import RolloutClient
+from afield.client import RolloutClient, connect
 from afield.errors import Unavailable, UsageError
 from afield.integrations.verl.settings import VerlRun
 from afield.ratelimit import RateLimits

@@ -11,9 +11,16 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.cli.conftest import RunCommand, run_command  # noqa: F401 - a fixture
 
+from afield.jobs.tracking import (
+    Record,
+    TrackerState,
+    TrackerThread,
+    public_settings,
+    read_states,
+    step_values,
+)
 from afield.settings.train import train_config
 from afield.trackers.base import RunStatus, TrackedRun
-from afield.tracking import Record, TrackerState, TrackerThread, public_settings, read_states, step_values
 from support.gateways import POLICY
 from support.processes import AGENTS, train_arguments, unlearned, write_tasks
 

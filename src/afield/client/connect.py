@@ -11,8 +11,8 @@ from uuid import uuid4
 from msgspec import structs
 
 from afield import factory
-from afield.client import RolloutClient
 from afield.client.arguments import DEFAULTS, Agent, check_names
+from afield.client.rollouts import RolloutClient
 from afield.errors import UsageError
 from afield.interfaces import Runtime, Transport
 from afield.orchestrator.config import RolloutConfig, RolloutObserver

@@ -28,10 +28,10 @@ from afield import __version__, factory, harnesses
 from afield.datasets import read_tasks
 from afield.errors import AfieldError, UsageError, root_cause
 from afield.interfaces import PendingAttempt
+from afield.jobs.training import open_collector
 from afield.orchestrator.state import RunDirectory, RunInfo
 from afield.sdk.probe import TOOL
 from afield.settings.train import TrainConfig
-from afield.training_run import open_collector
 from afield.types import Attempt, Outcome, Rollout, RolloutResult, Task
 
 log = logging.getLogger(__name__)

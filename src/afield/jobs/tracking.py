@@ -23,7 +23,7 @@ import msgspec
 from msgspec import Struct
 
 from afield import factory
-from afield.evaluation import EvalSummary
+from afield.jobs.evaluation import EvalSummary
 from afield.orchestrator.state import RunDirectory
 from afield.settings.train import RuntimeTables, TrainConfig
 from afield.trackers.base import RunStatus, TrackedRun, Tracker

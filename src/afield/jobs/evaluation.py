@@ -20,12 +20,12 @@ from msgspec import Struct
 
 from afield.errors import root_cause
 from afield.interfaces import Gateway
+from afield.jobs.training import open_collector
 from afield.orchestrator.config import RolloutObserver
 from afield.orchestrator.groups import validation_specs
 from afield.orchestrator.state import RunDirectory, RunInfo, RunState
 from afield.runs.index import RolloutRow
 from afield.settings.train import TrainConfig
-from afield.training_run import open_collector
 from afield.types import FailureKind, Task
 from afield.utils.statistics import PRIOR_TASKS, Estimate, clustered_mean, pass_at_k
 

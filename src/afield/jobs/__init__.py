@@ -1,0 +1,1 @@
+"""Jobs: a training run, an evaluation, and their metrics for experiment trackers."""
