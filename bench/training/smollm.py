@@ -250,9 +250,7 @@ async def one_step(
         *(collector.group(f"s{step}g{n}", shop, chosen.group) for n, shop in enumerate(shops))
     )
     collected = time.monotonic()
-    trainer.control_logprob_diff = await asyncio.to_thread(
-        control_of, scratch / f"v{step - 1}", trainer, groups, dtype
-    )
+    control = await asyncio.to_thread(control_of, scratch / f"v{step - 1}", trainer, groups, dtype)
     report = await asyncio.to_thread(trainer.step, groups)
     trained = time.monotonic()
     directory = scratch / f"v{step}"
@@ -266,8 +264,9 @@ async def one_step(
         "tokens": float(report.tokens),
         "logprob_diff": seen["logprob_diff"],
         "logprob_diff_max": seen["sampler_trainer_logprob_diff_max"],
-        "control": seen["logprob_diff_control"],
-        "times_control": seen["logprob_diff_times_control"],
+        "control": control or seen["logprob_diff_control"],
+        "times_control": seen["logprob_diff"] / (control or seen["logprob_diff_control"]),
+        "control_in_the_step": seen["logprob_diff_control"],
         "importance_truncated_share": seen["importance_truncated_share"],
         "update_kept": publication["update_kept"],
         "rounding_noise_norm": publication["rounding_noise_norm"],

@@ -304,6 +304,21 @@ def test_a_sampler_in_bfloat16_is_as_far_from_the_trainer_as_the_control_says(
     assert "times what the engine's" not in caplog.text
 
 
+def test_the_control_follows_a_policy_that_becomes_certain(
+    model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = GRPO(model_path, lr=0.0, device="cpu")
+    trainer.publish(tmp_path / "v3", version=3, dtype="bfloat16")
+    first = trainer.step([sampled_by(model_path, "bfloat16", 3)]).metrics
+    with torch.no_grad():
+        trainer.model.lm_head.weight.mul_(0.01)
+    flat = tmp_path / "v4"
+    trainer.publish(flat, version=4, dtype="bfloat16")
+    second = trainer.step([sampled_by(flat, "bfloat16", 4)]).metrics
+    assert second["logprob_diff_control"] < 0.3 * first["logprob_diff_control"]
+    assert second["logprob_diff_times_control"] < 2
+
+
 def test_a_sampler_with_other_weights_is_reported(
     model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -230,7 +230,8 @@ class GRPO:
         self.engine_dtype: str | None = None
         """Dtype in which they were published; None before."""
         self.control_logprob_diff: float | None = None
-        """Sampler-trainer difference that the engine's dtype explains, measured in the first step."""
+        """Sampler-trainer difference that the engine's dtype explains, measured in each step: it changes with
+        the policy, and becomes small as replies become certain."""
         self._warned = False
 
     @property
@@ -268,7 +269,7 @@ class GRPO:
         rows = [row for row in owning if regularised or any(row.advantages)]
         recorder = TokenRecorder() if self.record_training else None
         diagnostics = BatchDiagnostics(self.max_logprob_diff, self.version, recorder)
-        if self.control_logprob_diff is None and self.engine_dtype:
+        if self.engine_dtype:
             self.control_logprob_diff = self._measure_control(rows or owning)
         proximal = self.optimizer.score(rows, diagnostics) if self.minibatches * self.epochs > 1 else None
         if not rows:  # nothing to train; sampler and trainer are still compared
@@ -384,7 +385,7 @@ class GRPO:
     def _measure_control(self, rows: Sequence[Row]) -> float | None:
         """Sampler-trainer difference that the engine's own arithmetic causes, on the tokens of this step."""
         if not (rows := [row for row in rows if row.owned]):
-            return None
+            return self.control_logprob_diff
         diff = self.optimizer.control_logprob_diff(rows, torch_dtype(self.engine_dtype or "float32"))
         return None if diff is None else max(diff, MIN_CONTROL)
 
