@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,7 @@ class Trials:
 class Served:
     def __init__(self, url: str, trials: Trials, requests: list[str]) -> None:
         self.url, self.trials, self.requests = url, trials, requests
+        self.on_submission: Callable[[], object] = lambda: None
 
     def uploads(self) -> int:
         return sum(line.startswith("PUT") for line in self.requests)
@@ -75,9 +78,12 @@ async def serving(directory: Path, port: int = 0, token: str = "") -> AsyncItera
     trials = Trials()
     app = HarborApi(HarborRuns(directory, trials.run), token).application()
     requests: list[str] = []
+    served: list[Served] = []
 
     async def note(request: web.Request, response: web.StreamResponse) -> None:
         requests.append(f"{request.method} {request.path} {response.status}")
+        if request.method == "POST" and served:
+            served[0].on_submission()
 
     app.on_response_prepare.append(note)
     runner = web.AppRunner(app)
@@ -85,7 +91,8 @@ async def serving(directory: Path, port: int = 0, token: str = "") -> AsyncItera
     try:
         await web.TCPSite(runner, "127.0.0.1", port).start()
         host, port = runner.addresses[0]
-        yield Served(f"http://{host}:{port}", trials, requests)
+        served.append(Served(f"http://{host}:{port}", trials, requests))
+        yield served[0]
     finally:
         await runner.cleanup()
 
@@ -191,6 +198,44 @@ async def test_results_survive_a_restart_and_interrupted_runs_fail(tmp_path: Pat
         assert not await client.upload(task)
 
 
+def age(path: Path, hours: float) -> None:
+    then = time.time() - hours * 3600
+    os.utime(path, (then, then))
+
+
+async def test_old_runs_and_tasks_are_deleted_and_used_ones_kept(tmp_path: Path, task: HarborTask) -> None:
+    trials, state = Trials(), tmp_path / "state"
+    runs = HarborRuns(state, trials.run, keep_hours=2)
+    runs.open()
+    digest = runs.add_task(pack_task(task.path))
+
+    def submit(key: str) -> None:
+        runs.submit(structs.replace(request(key), task_digest=digest))
+        (state / "trials" / key).mkdir()
+
+    for key in ("old.1", "new.1"):
+        submit(key)
+    while not all(run and run.status == "completed" for run in map(runs.get, ("old.1", "new.1"))):
+        await asyncio.sleep(0.01)
+    trials.go.clear()
+    submit("running.1")
+    for path in ("runs/old.1.json", "runs/running.1.json", f"tasks/{digest}"):
+        age(state / path, 3)
+    await runs.delete_old()
+    assert {path.name for path in (state / "trials").iterdir()} == {"new.1", "running.1"}
+    assert runs.get("old.1") is None and runs.get("new.1") and runs.get("running.1")
+    assert runs.has_task(digest)
+    await runs.cancel("running.1")
+    age(state / "tasks" / digest, 3)
+    assert runs.has_task(digest)  # a client is about to submit it
+    await runs.delete_old()
+    assert runs.has_task(digest)
+    age(state / "tasks" / digest, 3)
+    await runs.delete_old()
+    assert not any((state / "tasks").iterdir())
+    await runs.close()
+
+
 async def test_cancelled_run_ends(tmp_path: Path, task: HarborTask) -> None:
     async with serving(tmp_path / "state") as served, served.client() as client:
         served.trials.go.clear()
@@ -201,6 +246,30 @@ async def test_cancelled_run_ends(tmp_path: Path, task: HarborTask) -> None:
         with pytest.raises(InfrastructureFailure) as caught:
             read_response(ended)
         assert caught.value.reason is Reason.CANCELLED
+
+
+async def test_run_that_is_cancelled_before_its_submission_arrives_never_starts(
+    tmp_path: Path, task: HarborTask
+) -> None:
+    async with serving(tmp_path / "state") as served, served.client() as client:
+        await client.cancel("r.1")
+        run_id = await client.submit(request("r.1"), task)
+        assert (await client.wait(run_id)).status == "cancelled"
+    assert served.trials.started == []
+
+
+async def test_agent_that_is_cancelled_during_its_submission_leaves_no_run(
+    tmp_path: Path, task: HarborTask
+) -> None:
+    async with serving(tmp_path / "state") as served:
+        served.trials.go.clear()
+        rollout = context(url=served.url, tasks=str(task.path.parent))
+        agent = asyncio.create_task(run({"id": "one"}, rollout))
+        served.on_submission = agent.cancel  # the run has started, and the answer is on its way
+        with pytest.raises(asyncio.CancelledError):
+            await agent
+        async with served.client() as client:
+            assert (await client.wait("r.1", timeout_s=5.0)).status == "cancelled"
 
 
 @pytest.mark.parametrize("loop_turns", range(6))
@@ -329,6 +398,62 @@ async def test_server_with_the_published_protocol_alone(tmp_path: Path, task: Ha
     assert (ids, len(published.archives)) == (["run-1", "run-2"], 2)
     with pytest.raises(VerifierFailure, match="VerifierTimeoutError: too slow"):
         read_response(ended)
+
+
+class LosesAnswers(Published):
+    """A server that starts a run, and whose first answers to submissions do not reach the client."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__()
+        self.answer = status
+
+    async def submit(self, request: web.Request) -> web.Response:
+        if self.answer == 429:  # refused: no run was started
+            self.answer = 200
+            return web.Response(status=429)
+        response = await super().submit(request)
+        if self.answer == 0:
+            assert request.transport is not None
+            request.transport.abort()
+        return response if self.answer == 200 else web.Response(status=self.answer or 200)
+
+
+@asynccontextmanager
+async def serving_app(app: web.Application) -> AsyncIterator[str]:
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0]
+        yield f"http://{host}:{port}"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("status", [0, 502, 503, 504])
+async def test_submission_is_sent_once_to_a_server_that_does_not_recognise_keys(
+    task: HarborTask, status: int
+) -> None:
+    server = LosesAnswers(status)
+    async with (
+        serving_app(server.application()) as url,
+        HarborServer(url, unavailable_timeout_s=30.0) as client,
+    ):
+        with pytest.raises(InfrastructureFailure, match=r"may have started the run.*'keys'") as caught:
+            await client.submit(request("r.1"), task)
+    assert caught.value.reason is Reason.LAUNCH
+    assert len(server.archives) == 1
+
+
+async def test_refused_submission_is_sent_again_to_a_server_that_does_not_recognise_keys(
+    task: HarborTask,
+) -> None:
+    server = LosesAnswers(429)
+    async with (
+        serving_app(server.application()) as url,
+        HarborServer(url, unavailable_timeout_s=30.0) as client,
+    ):
+        assert await client.submit(request("r.1"), task) == "run-1"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@
 
 It has the published protocol of Harbor agent-run servers and the additions that `ServerCapabilities` lists.
 Tasks are kept by digest, runs by key; both survive a restart. Runs that a restart interrupts have failed with
-InfrastructureFailure. Needs the `harbor` package, as `trial` does, and aiohttp.
+InfrastructureFailure. Ended runs with their files, and tasks that nobody uses, are deleted after a day. Needs
+the `harbor` package, as `trial` does, and aiohttp.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import argparse
 import asyncio
 import hmac
 import io
+import logging
+import os
 import shutil
 import sys
 import tarfile
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -42,7 +46,12 @@ from afield.types import check_id
 from afield.utils.durable_files import write_whole
 from afield.utils.private_files import read_private
 
+log = logging.getLogger(__name__)
 MAX_ARCHIVE_BYTES = 2**30
+KEEP_HOURS = 24.0
+"""Hours for which ended runs, and tasks that nobody uses, are kept."""
+DELETE_INTERVAL_S = 600.0
+"""Seconds between two deletions of what is no longer kept."""
 RunTrial = Callable[[HarborTask, RunRequest, Path], Awaitable[Mapping[str, Any]]]
 """Runs the trial of a request, with its files below a directory; returns Harbor's trial result as JSON."""
 
@@ -63,13 +72,17 @@ async def harbor_trial(task: HarborTask, request: RunRequest, folder: Path) -> M
 class HarborRuns:
     """Tasks and runs of a server, kept in a directory."""
 
-    def __init__(self, directory: Path, run: RunTrial, *, concurrency: int = 8) -> None:
+    def __init__(
+        self, directory: Path, run: RunTrial, *, concurrency: int = 8, keep_hours: float = KEEP_HOURS
+    ) -> None:
         self._tasks = directory / "tasks"
         self._runs = directory / "runs"
         self._trials = directory / "trials"
         self._run = run
         self._slots = asyncio.Semaphore(concurrency)
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._used: dict[str, str] = {}  # digest of the task by run
+        self._keep_s = keep_hours * 3600.0
 
     def open(self) -> None:
         """Create the directories; end runs that an earlier process left."""
@@ -89,8 +102,24 @@ class HarborRuns:
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
 
+    async def delete_old(self) -> None:
+        """Delete ended runs with the files of their trials, and tasks, that are no longer kept."""
+        oldest = time.time() - self._keep_s
+        for file in self._runs.glob("*.json"):
+            if file.stem not in self._running and file.stat().st_mtime < oldest:
+                await asyncio.to_thread(shutil.rmtree, self._trials / file.stem, ignore_errors=True)
+                file.unlink()
+        for folder in self._tasks.glob("[!.]*"):
+            if folder.name not in self._used.values() and folder.stat().st_mtime < oldest:
+                expired = folder.rename(self._tasks / f".partial-{folder.name}")
+                await asyncio.to_thread(shutil.rmtree, expired, ignore_errors=True)
+
     def has_task(self, digest: str) -> bool:
-        return is_task(self._tasks / digest)
+        """Whether the task is there; it is kept from now on as if it were new."""
+        if not is_task(self._tasks / digest):
+            return False
+        os.utime(self._tasks / digest)
+        return True
 
     def add_task(self, archive: bytes, digest: str = "") -> str:
         """Unpack a task, check it and keep it by its digest; returns the digest."""
@@ -124,6 +153,7 @@ class HarborRuns:
             raise UsageError(f"there is no task {request.task_digest!r}; upload it first")
         if not (self._runs / f"{run_id}.json").exists():
             self._save(RunResponse(run_id=run_id, status="pending"))
+            self._used[run_id] = request.task_digest
             self._running[run_id] = asyncio.create_task(self._execute(request))
         return run_id
 
@@ -135,12 +165,19 @@ class HarborRuns:
         return None
 
     async def cancel(self, run_id: str) -> None:
-        """Cancel a run and wait for its end; one that has ended stays as it is."""
+        """Cancel a run and wait for its end; one that has ended stays as it is.
+
+        A run that is cancelled before its submission arrives never starts.
+        """
+        check_id(run_id, "run id")
         if task := self._running.get(run_id):
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            self._used.pop(run_id, None)
             if self._running.pop(run_id, None):  # cancelled before its first step
                 self._save(_cancelled(run_id))
+        elif self.get(run_id) is None:
+            self._save(_cancelled(run_id))
 
     async def _execute(self, request: RunRequest) -> None:
         run = RunResponse(run_id=request.task_id, status="running")
@@ -156,6 +193,7 @@ class HarborRuns:
             kind = type(error).__name__
             ended = structs.replace(run, status="failed", error=str(error), exception_type=kind)
         self._save(ended)
+        self._used.pop(run.run_id, None)
         self._running.pop(run.run_id, None)
 
     def _load(self, file: Path) -> RunResponse:
@@ -218,8 +256,19 @@ class HarborApi:
 
     async def _lifetime(self, app: web.Application) -> AsyncIterator[None]:
         self._runs.open()
+        deleting = asyncio.create_task(self._delete_old())
         yield
+        deleting.cancel()
+        await asyncio.gather(deleting, return_exceptions=True)
         await self._runs.close()
+
+    async def _delete_old(self) -> None:
+        while True:
+            try:
+                await self._runs.delete_old()
+            except OSError as error:
+                log.warning("harbor server: old runs were not deleted: %s", error)
+            await asyncio.sleep(DELETE_INTERVAL_S)
 
     async def _check(self, request: web.Request, handler: Any) -> web.StreamResponse:
         header = request.headers.get("authorization", "")
@@ -266,7 +315,7 @@ class HarborApi:
         return _json(run)
 
     async def cancel(self, request: web.Request) -> web.Response:
-        await self._runs.cancel(_found(self._runs, request).run_id)
+        await self._runs.cancel(request.match_info["run_id"])
         return _json(_found(self._runs, request))
 
 
@@ -316,6 +365,13 @@ def parser() -> argparse.ArgumentParser:
     )
     arguments.add_argument("--token-file", type=Path, help="file with the token of clients, mode 0600")
     arguments.add_argument("--concurrency", type=int, default=8, help="trials at once (default: 8)")
+    arguments.add_argument(
+        "--keep-hours",
+        type=float,
+        default=KEEP_HOURS,
+        help="hours for which ended runs, the files of their trials, and unused tasks are kept (default:"
+        f" {KEEP_HOURS:g})",
+    )
     return arguments
 
 
@@ -324,8 +380,11 @@ def main(argv: list[str] | None = None) -> int:
     options = arguments.parse_args(argv)
     if options.host not in ("127.0.0.1", "localhost", "::1") and not options.token_file:
         arguments.error(f"--host {options.host} can be reached by others: give --token-file")
+    if not options.keep_hours > 0:
+        arguments.error(f"--keep-hours {options.keep_hours:g} must be positive")
     token = read_private(options.token_file).decode().strip() if options.token_file else ""
-    runs = HarborRuns(options.directory, harbor_trial, concurrency=options.concurrency)
+    limits = {"concurrency": options.concurrency, "keep_hours": options.keep_hours}
+    runs = HarborRuns(options.directory, harbor_trial, **limits)
     with suppress(KeyboardInterrupt):
         asyncio.run(serve(runs, options.host, options.port, token))
     return 0

@@ -6,7 +6,9 @@
    does not answer is asked again for `unavailable_timeout_s`.
 2. The task directory travels as a tar.gz. With `tasks`, a server keeps it by digest and gets it once.
 3. The key of a run is its session id. With `keys`, a repeated submission returns the same run: a client that
-   was restarted goes on polling.
+   was restarted goes on polling. Without, a submission whose answer is lost is not repeated, because its run
+   may have started: the attempt fails.
+4. A run whose agent is cancelled, or that the client gives up, is cancelled.
 
 docs/reference/harbor-server.md has the protocol.
 """
@@ -15,9 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
 import re
 import tarfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -35,12 +39,15 @@ from afield.utils.backoff import Backoff
 if TYPE_CHECKING:
     import aiohttp
 
+log = logging.getLogger(__name__)
 RUNS = "/api/v1/runs/async"
 TASKS = "/api/v1/tasks"
 CAPABILITIES = "/api/v1/capabilities"
 ENDED = ("completed", "failed", "timeout", "cancelled")
 REQUEST_S = 30.0
 UPLOAD_S = 600.0
+CANCEL_S = 15.0
+"""Time limit of cancelling a run, in seconds."""
 T = TypeVar("T")
 
 
@@ -101,9 +108,9 @@ class ServerCapabilities(Struct, frozen=True, kw_only=True):
     tasks: bool = False
     """Tasks are kept by digest."""
     keys: bool = False
-    """Submitting a key again returns its run."""
+    """The key of a run is its id; submitting it again returns the run."""
     cancel: bool = False
-    """Runs can be cancelled."""
+    """Runs can be cancelled; with `keys`, also before their submission arrives."""
     batch: bool = False
     """Several runs can be submitted in one request."""
 
@@ -152,7 +159,19 @@ class HarborServer:
         await self._http.close()
 
     async def submit(self, request: RunRequest, task: HarborTask) -> str:
-        """Submit a run; returns its id. Repeating is harmless with `keys`."""
+        """Submit a run; returns its id. With `keys`, repeating is harmless, a lost submission is undone.
+
+        Raises InfrastructureFailure if the server does not answer; without `keys` after the first request
+        that may have reached it.
+        """
+        try:
+            return await self._submit(request, task)
+        except (asyncio.CancelledError, InfrastructureFailure):
+            if self.capabilities.keys:
+                await self.cancel(request.task_id)
+            raise
+
+    async def _submit(self, request: RunRequest, task: HarborTask) -> str:
         import aiohttp
 
         if self.capabilities.tasks:
@@ -188,7 +207,7 @@ class HarborServer:
         """Poll a run until it has ended, and fetch its result.
 
         Raises InfrastructureFailure if the server does not know the run, does not answer, or the run takes
-        longer than `timeout_s`; the run is cancelled then.
+        longer than `timeout_s`. A run whose end is not waited for is cancelled.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -202,11 +221,32 @@ class HarborServer:
             raise InfrastructureFailure(
                 f"run {run_id} of {self._url} did not end within {timeout_s:g} s", Reason.TIMEOUT
             ) from error
+        except (asyncio.CancelledError, InfrastructureFailure):
+            await self.cancel(run_id)
+            raise
 
     async def cancel(self, run_id: str) -> None:
-        """Cancel a run, if the server can; one that has ended stays as it is."""
-        if self.capabilities.cancel:
-            await self._request("DELETE", f"{RUNS}/{run_id}")
+        """Cancel a run, if the server can; one that has ended stays as it is.
+
+        Takes at most CANCEL_S, and completes if the caller is cancelled. A failure is logged.
+        """
+        if not self.capabilities.cancel:
+            return
+        cancelling = asyncio.create_task(self._cancel(run_id))
+        try:
+            await asyncio.shield(cancelling)
+        except asyncio.CancelledError:
+            while not cancelling.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([cancelling])
+            raise
+
+    async def _cancel(self, run_id: str) -> None:
+        try:
+            async with asyncio.timeout(CANCEL_S):
+                await self._request("DELETE", f"{RUNS}/{run_id}")
+        except (TimeoutError, InfrastructureFailure) as error:
+            log.warning("harbor server %s: run %s was not cancelled: %s", self._url, run_id, error)
 
     async def _read(self, path: str, run_id: str) -> RunResponse:
         status, body = await self._request("GET", path)
@@ -233,7 +273,10 @@ class HarborServer:
     async def _request(
         self, method: str, path: str, data: Any = None, timeout_s: float = REQUEST_S
     ) -> tuple[int, bytes]:
-        """Send one request; repeats it while the server is unavailable. `data` builds its body."""
+        """Send one request; repeats it while the server is unavailable. `data` builds its body.
+
+        A submission to a server without `keys` is repeated only if the server cannot have started its run.
+        """
         import aiohttp
 
         assert self._http is not None
@@ -241,6 +284,7 @@ class HarborServer:
         limit = aiohttp.ClientTimeout(total=timeout_s)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._unavailable_timeout_s
+        repeatable = method != "POST" or self.capabilities.keys
         while True:
             try:
                 body = data() if data else None
@@ -248,9 +292,17 @@ class HarborServer:
                     content = await response.read()
                 if response.status not in (429, 502, 503, 504):
                     return response.status, content
-                problem = f"HTTP {response.status}"
+                problem, processed = f"HTTP {response.status}", response.status != 429
+            except aiohttp.ClientConnectorError as error:  # nothing was sent
+                problem, processed = f"{type(error).__name__}: {error}", False
             except (aiohttp.ClientError, TimeoutError) as error:
-                problem = f"{type(error).__name__}: {error}"
+                problem, processed = f"{type(error).__name__}: {error}", True
+            if processed and not repeatable:
+                raise InfrastructureFailure(
+                    f"the answer of {self._url}{path} was lost ({problem}); the server may have started the"
+                    " run, and does not recognise a repeated submission (capability 'keys')",
+                    Reason.LAUNCH,
+                )
             if loop.time() > deadline:
                 raise InfrastructureFailure(
                     f"the Harbor server at {self._url} does not answer: {problem}", Reason.LAUNCH
@@ -319,11 +371,7 @@ async def run(task: dict[str, Any], rollout: Context) -> dict[str, Any]:
     )
     async with server:
         run_id = await server.submit(request, harbor_task)
-        try:
-            return read_response(await server.wait(run_id, args.run_timeout_s))
-        except asyncio.CancelledError:
-            await asyncio.shield(server.cancel(run_id))
-            raise
+        return read_response(await server.wait(run_id, args.run_timeout_s))
 
 
 def read_response(response: RunResponse) -> dict[str, Any]:
