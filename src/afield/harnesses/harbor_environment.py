@@ -6,9 +6,12 @@ mapped below a temporary one.
 
 # pyright: reportMissingImports=false, reportIncompatibleMethodOverride=false
 import asyncio
+import os
 import re
 import shutil
+import signal
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +78,16 @@ class LocalEnvironment(BaseEnvironment):
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
         )
-        out, err = await asyncio.wait_for(process.communicate(), timeout_sec)
-        return ExecResult(stdout=out.decode(), stderr=err.decode(), return_code=process.returncode or 0)
+        try:
+            out, err = await asyncio.wait_for(process.communicate(), timeout_sec)
+        except BaseException:  # out of time, or cancelled
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+        texts = {"stdout": out.decode(errors="replace"), "stderr": err.decode(errors="replace")}
+        return ExecResult(**texts, return_code=process.returncode or 0)
 
     @staticmethod
     def _quoted(value: str) -> str:
