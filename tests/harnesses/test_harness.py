@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 import pytest
+from msgspec import structs
 
 from afield import harnesses
 from afield.cli.main import main, parser
@@ -81,6 +82,39 @@ async def test_client_gets_a_fresh_home_its_workspace_and_no_settings_of_other_c
     assert variables["NO_PROXY"].endswith("127.0.0.1")
     assert not {"ANTHROPIC_AUTH_TOKEN", "XDG_CONFIG_HOME", "AFIELD_PROGRAMS"} & variables.keys()
     assert not await anyio.Path(variables["HOME"]).exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "version", "warning"),
+    [
+        ("echo 'shell-client v1.2.3 (Node 22.1)'", "1.2.3", ""),
+        ("echo 1.2.30", "1.2.30", "has version 1.2.30, but the harness is written for 1.2.3:"),
+        ("echo no such option >&2; exit 2", "unknown", "has version unknown"),
+    ],
+)
+async def test_version_of_a_client_on_the_path_is_compared_with_the_pinned_one_and_submitted(
+    script: str,
+    version: str,
+    warning: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    program = tmp_path / "shell-client"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.delenv("AFIELD_PROGRAMS")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    found = structs.replace(harness("true"), program="shell-client", package=Npm(("shell@1.2.3", "other@4")))
+    for _ in range(2):
+        assert (await found(TASK, context()))["client"] == f"shell {version}"
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == (1 if warning else 0)
+    assert all(warning in text and str(program) in text for text in warnings)
+
+
+async def test_client_of_an_installation_has_the_pinned_version() -> None:
+    assert (await harness("true")(TASK, context()))["client"] == "shell 1"
 
 
 async def test_large_files_are_named_instead_of_submitted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Harness: runs a published coding agent headless as an afield agent.
 
 1. Its client comes from the directory in AFIELD_PROGRAMS, from the PATH (of an image), or is installed into
-   the cache at a pinned version.
+   the cache at a pinned version. Another version on the PATH is used with a warning.
 2. Every rollout has a fresh home directory and the workspace of its task.
 3. The client and everything it started end with the rollout: when it exits, when its time is up, when the
    rollout is stopped, and when the agent's process dies.
@@ -11,11 +11,15 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +41,9 @@ LOG_CHARACTERS = 16_000
 MESSAGE_CHARACTERS = 1_000
 MAX_INSTRUCTION_BYTES = 100_000  # Linux limits one argument to 128 KiB
 END_S = 15.0
+VERSION_S = 60.0
+"""Time limit of a client that prints its version, in seconds."""
+_CHECKING = threading.Lock()
 FOREIGN_PREFIXES = (
     *("AFIELD_", "ANTHROPIC_", "AZURE_OPENAI_", "CLAUDE", "CODEX_", "GEMINI_", "GOOGLE_", "LITELLM_", "LLM_"),
     *("MSWEA_", "OPENAI_", "OPENCODE", "OPENHANDS_", "OPENROUTER_", "PI_", "QWEN_"),
@@ -179,19 +186,25 @@ class Harness(Struct, frozen=True, kw_only=True):
         """Install the client into the cache once; returns the directory of its programs."""
         return self.package.install(cache, self.name)
 
-    def programs(self) -> Path:
-        """Directory of the client's program: AFIELD_PROGRAMS, the PATH's, or that of a new installation."""
+    @property
+    def pinned(self) -> str:
+        """Version of the client that the harness is written for."""
+        return re.split("==|@", self.package.packages[0])[-1]
+
+    def programs(self) -> tuple[Path, str]:
+        """Directory and version of the client: AFIELD_PROGRAMS, the PATH's, or a new installation."""
         if PROGRAMS in (environment := agent_environment()):
-            return Path(environment[PROGRAMS])
+            return Path(environment[PROGRAMS]), self.pinned
         if program := shutil.which(self.program):
-            return Path(program).parent
+            with _CHECKING:  # rollouts that start at once check it once
+                return Path(program).parent, _found_version(self.name, program, self.pinned)
         log.info("harness %s: installing %s", self.name, ", ".join(self.package.packages))
-        return self.install(cache_directory() / "envs")
+        return self.install(cache_directory() / "envs"), self.pinned
 
     async def __call__(self, task: dict[str, Any], rollout: Context) -> dict[str, Any]:
         """Run the client on a task; returns the submission for the verifier."""
         try:
-            programs = await asyncio.to_thread(self.programs)
+            programs, version = await asyncio.to_thread(self.programs)
         except Unavailable as error:
             raise InfrastructureFailure(f"{self.name} cannot be installed: {error}", Reason.LAUNCH) from error
         scratch = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="afield-"))
@@ -215,7 +228,8 @@ class Harness(Struct, frozen=True, kw_only=True):
             if failure := failure_of(self.name, end, report):
                 raise failure
             submission = await asyncio.to_thread(workspace.submission)
-            return {**submission, "answer": report.answer, "metrics": report.metrics}
+            client = f"{self.name} {version}"
+            return {**submission, "answer": report.answer, "metrics": report.metrics, "client": client}
         finally:
             await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
 
@@ -250,6 +264,34 @@ class Harness(Struct, frozen=True, kw_only=True):
         code = process.returncode
         assert code is not None
         return ClientExit(code, output.decode("utf-8", "replace"), errors.decode("utf-8", "replace"))
+
+
+@functools.cache
+def _found_version(name: str, program: str, pinned: str) -> str:
+    """Version of a program on the PATH; warns, once per process, if it is not the pinned one."""
+    with tempfile.TemporaryDirectory(prefix="afield-") as home:
+        try:
+            result = subprocess.run(
+                [program, "--version"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={**agent_environment(), "HOME": home, "MSWEA_CONFIGURED": "true"},
+                timeout=VERSION_S,
+                check=False,
+            )
+            versions = re.findall(r"\d+(?:\.\d+)+[\w.+-]*", result.stdout.decode(errors="replace"))
+        except (OSError, subprocess.TimeoutExpired):
+            versions = []
+    if pinned in versions:
+        return pinned
+    version = versions[0] if versions else "unknown"
+    log.warning(
+        "harness %s: %s on the PATH has version %s, but the harness is written for %s: its command line and"
+        " its reports may differ; install that version in the image",
+        *(name, program, version, pinned),
+    )
+    return version
 
 
 def instruction_of(task: Mapping[str, Any]) -> str:
