@@ -1,0 +1,18 @@
+"""Loss of a Ray node: which results are not accepted."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.pool import node_loss
+
+GOOD = {"rollouts": 200, "failed": 0, "lost": 0, "doubled": 0, "generated_twice": 0, "kept": 9, "retried": 4}
+
+
+def test_result_without_losses_is_accepted() -> None:
+    assert node_loss.exit_code(GOOD) == 0
+
+
+@pytest.mark.parametrize("name", ["failed", "lost", "doubled", "generated_twice"])
+def test_failed_lost_doubled_or_repeated_generation_is_not_accepted(name: str) -> None:
+    assert node_loss.exit_code({**GOOD, name: 1}) == 1
