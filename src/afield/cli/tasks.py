@@ -12,6 +12,7 @@ from afield.datasets.harbor import HarborTask, survey
 from afield.datasets.reader import is_harbor, read_tasks
 from afield.datasets.tables import write_rows
 from afield.errors import UsageError
+from afield.harbor.native import ignored_keys, refused_keys, summary
 from afield.integrations.verl import dataset
 from afield.types import Task
 
@@ -41,17 +42,22 @@ def run(args: argparse.Namespace) -> int:
     harbor, problems = survey(args.path) if is_harbor(args.path) else ([], [])
     tasks = [task.to_task() for task in harbor] if harbor or problems else read_tasks(args.path)
     listing = [_described(task) for task in harbor] or [{"id": task.id} for task in tasks]
+    refused = [str(key) for one in harbor for key in refused_keys(one.path, agent=True, verifier=True)]
     written: dict[str, Any] = {}
     if args.out and not problems:
         written = {"out": str(args.out), "written": write_rows(args.out, _rows(args, tasks))}
     if args.json:
-        print(json.dumps({"tasks": listing, "broken": problems, **written}))
+        print(json.dumps({"tasks": listing, "broken": problems, "refused_in_sandboxes": refused, **written}))
     else:
         for entry in listing:
             print("  ".join(str(value) for name, value in entry.items() if name != "path"))
         if written:
             verb = "wrote" if written["written"] else "unchanged:"
             print(f"{verb} {len(tasks)} tasks in {args.out}")
+        if refused:
+            print("runs in sandboxes of this machine refuse:", *refused, sep="\n  ", file=sys.stderr)
+        for line in summary(key for one in harbor for key in ignored_keys(one.path)):
+            print(f"warning: in sandboxes of this machine: {line}", file=sys.stderr)
     if problems:
         if not args.json:
             total = len(problems) + len(tasks)

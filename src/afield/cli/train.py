@@ -219,7 +219,7 @@ def check(args: argparse.Namespace, config: TrainConfig) -> None:
     factory.check_choices(config)
     factory.check_model(config, trains=args.role != RunRole.COLLECT)
     if config.val_tasks:
-        read_tasks(Path(config.val_tasks))
+        factory.check_harbor_tasks(config, read_tasks(Path(config.val_tasks)))
 
 
 def check_tables(config: TrainConfig, assigned: dict[str, Any]) -> None:

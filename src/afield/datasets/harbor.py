@@ -67,8 +67,8 @@ class HarborEnvironment(Struct, frozen=True, kw_only=True):
     """Environment variables; `${NAME}` and `${NAME:-default}` are taken from the collector's environment."""
     workdir: str | None = None
     """Working directory; None for that of the Dockerfile."""
-    network_mode: NetworkMode = "public"
-    """Network access."""
+    network_mode: NetworkMode | None = None
+    """Network access; None for Harbor's default, `public`."""
     allowed_hosts: tuple[str, ...] | None = None
     """Hosts of network mode `allowlist`."""
     mcp_servers: tuple[dict[str, Any], ...] = ()
@@ -84,6 +84,10 @@ class HarborVerifier(Struct, frozen=True, kw_only=True):
     """Environment variables of the verifier."""
     user: str | int | None = None
     """User that the verifier runs as."""
+    network_mode: NetworkMode | None = None
+    """Network access of the verifier; None for the environment's."""
+    allowed_hosts: tuple[str, ...] | None = None
+    """Hosts of network mode `allowlist`."""
     environment_mode: Literal["shared", "separate"] | None = None
     """Whether the verifier runs in the agent's environment or in one of its own."""
 
@@ -103,7 +107,7 @@ class HarborArtifact(Struct, frozen=True, kw_only=True):
 
 
 class HarborConfig(Struct, frozen=True, kw_only=True):
-    """Contents of a `task.toml`; unknown keys are ignored, as Harbor does."""
+    """Contents of a `task.toml`; unknown keys are accepted, as Harbor does. `harbor.native` names them."""
 
     schema_version: str = "1.4"
     """Version of the format."""
@@ -333,6 +337,7 @@ def _checked(config: HarborConfig, file: Path, text: str) -> HarborConfig:
     for table, mode, hosts in (
         ("environment", environment.network_mode, environment.allowed_hosts),
         ("agent", config.agent.network_mode, config.agent.allowed_hosts),
+        ("verifier", config.verifier.network_mode, config.verifier.allowed_hosts),
     ):
         if hosts and mode != "allowlist":
             line = line_of(text, [table, "allowed_hosts"])

@@ -36,7 +36,7 @@ from afield.factory.gateway import (
     start_timeout,
 )
 from afield.factory.gateway_pool import gateway_directory, gateway_pool
-from afield.factory.harnesses import agent_defaults, attempt_timeout
+from afield.factory.harnesses import agent_defaults, attempt_timeout, check_harbor_tasks
 from afield.factory.registry import ENGINES, RUNTIMES, SANDBOXES, Backend, load, needs
 from afield.factory.relay import RelayRoute, clusters_of, relay_client, relay_route, serve_relay
 from afield.factory.runs import (
@@ -69,6 +69,7 @@ __all__ = [
     "check_choices",
     "check_collection",
     "check_engine_model",
+    "check_harbor_tasks",
     "check_model",
     "check_reachable",
     "check_runtime",

@@ -20,7 +20,7 @@ import msgspec
 from afield import harnesses
 from afield.errors import UsageError
 from afield.factory.gateway import chat_tokenizer
-from afield.factory.harnesses import check_harness
+from afield.factory.harnesses import check_harbor_tasks, check_harness
 from afield.factory.registry import (
     ENGINES,
     RUNTIMES,
@@ -121,7 +121,10 @@ def _check_image(name: str, config: TrainConfig, argument: str) -> None:
 
 
 def check_trust(config: TrainConfig, tasks: Sequence[Task]) -> None:
-    """Refuse hidden task fields that nobody gets; warn where agents can read what gives the rewards."""
+    """Refuse hidden task fields that nobody gets, and Harbor tasks that need what sandboxes lack.
+
+    Warns where agents can read what gives the rewards.
+    """
     hidden = [task.id for task in tasks if HIDDEN_FIELD in task.input]
     verified = config.verifier or config.agent in harnesses.TRIALS  # trials have Harbor's verifier
     if hidden and not verified and not config.reward_function:
@@ -130,6 +133,7 @@ def check_trust(config: TrainConfig, tasks: Sequence[Task]) -> None:
             " name one with --verifier, or a function with --reward-function, or give the agent what is in it"
             " under another name"
         )
+    check_harbor_tasks(config, tasks)
     option = "--verifier" if config.verifier else "--reward-function" if config.reward_function else ""
     if option and (user := UNPROTECTED.get(config.runtime_name)):
         log.warning(

@@ -10,8 +10,10 @@ from typing import Any
 from msgspec import structs
 
 from afield import harnesses
+from afield.datasets.harbor import is_task
 from afield.datasets.reader import is_harbor
 from afield.errors import Unavailable, UsageError
+from afield.harbor.native import ignored_keys, refused_keys, summary
 from afield.harnesses.base import Harness
 from afield.local_sandbox import cgroups
 from afield.settings.environment import PROGRAMS, Environment
@@ -64,6 +66,24 @@ def attempt_timeout(config: TrainConfig, tasks: Sequence[Task]) -> float:
             verifier_s = hidden.get("verifier_timeout_s", 0.0) if isinstance(hidden, dict) else 0.0
             longest_s = max(longest_s, float(limit_s) + verifier_s + AGENT_MARGIN_S)
     return longest_s
+
+
+def check_harbor_tasks(config: TrainConfig, tasks: Sequence[Task]) -> None:
+    """Refuse Harbor tasks that need what the run's sandboxes lack; warn about keys without effect."""
+    agent = config.runtime_name == "sandbox" or config.agent in harnesses.CHECKS
+    verifier = config.verifier == HARBOR_DEFAULTS["verifier"]
+    if config.agent in harnesses.TRIALS or not (agent or verifier):
+        return
+    hidden = (task.input.get(HIDDEN_FIELD) for task in tasks)
+    named = [Path(row["task_path"]) for row in hidden if isinstance(row, dict) and row.get("task_path")]
+    paths = [path for path in named if is_task(path)]
+    refused = [key for path in paths for key in refused_keys(path, agent=agent, verifier=verifier)]
+    if refused:
+        shown = "\n  ".join(map(str, refused[:50]))
+        more = f"\n  and {len(refused) - 50} more" if len(refused) > 50 else ""
+        raise UsageError(f"tasks need what sandboxes do not have:\n  {shown}{more}")
+    for line in summary(key for path in paths for key in ignored_keys(path)):
+        log.warning("%s", line)
 
 
 def check_harness(config: TrainConfig) -> None:

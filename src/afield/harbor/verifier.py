@@ -25,6 +25,7 @@ import msgspec
 from afield.datasets.harbor import HarborTask, read_task, task_directory
 from afield.errors import NotFound, UsageError, VerifierFailure
 from afield.harbor.environments import Environments, resolve
+from afield.harbor.native import refused_keys
 from afield.interfaces import Sandbox
 from afield.local_sandbox.local_sandbox import LocalSandbox
 from afield.sdk.agent import agent
@@ -48,6 +49,8 @@ async def verify(task: dict[str, Any]) -> dict[str, Any]:
     """Grade the submission of a task: its reward, all rewards as metrics, and the output of the tests."""
     path = task_directory(task)
     harbor_task = read_task(path)
+    if refused := refused_keys(path, agent=False, verifier=True):
+        raise VerifierFailure(str(refused[0]))
     environments = Environments(Environment.read().environments, agent_environment())
     layer = await environments.layer(Task(str(task["id"]), task))
     archive, removed = read_submission(
