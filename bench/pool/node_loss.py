@@ -187,7 +187,8 @@ def main() -> int:
 
 
 def exit_code(result: dict[str, Any]) -> int:
-    return 1 if any(result[name] for name in MUST_BE_ZERO) else 0
+    missing = result["rollouts"] < result["sessions"] // GROUP * GROUP
+    return 1 if missing or any(result[name] for name in MUST_BE_ZERO) else 0
 
 
 if __name__ == "__main__":

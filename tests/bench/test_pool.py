@@ -6,7 +6,7 @@ import pytest
 
 from bench.pool import node_loss
 
-GOOD = {"rollouts": 200, "failed": 0, "lost": 0, "doubled": 0, "generated_twice": 0, "kept": 9, "retried": 4}
+GOOD = {"sessions": 203, "rollouts": 200, "failed": 0, "lost": 0, "doubled": 0, "generated_twice": 0}
 
 
 def test_result_without_losses_is_accepted() -> None:
@@ -16,3 +16,7 @@ def test_result_without_losses_is_accepted() -> None:
 @pytest.mark.parametrize("name", ["failed", "lost", "doubled", "generated_twice"])
 def test_failed_lost_doubled_or_repeated_generation_is_not_accepted(name: str) -> None:
     assert node_loss.exit_code({**GOOD, name: 1}) == 1
+
+
+def test_missing_rollout_is_not_accepted() -> None:
+    assert node_loss.exit_code({**GOOD, "rollouts": 199}) == 1

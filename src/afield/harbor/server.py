@@ -149,12 +149,13 @@ class HarborRuns:
         """Start a run; the run of a key that was submitted before is returned as it is."""
         check_id(request.task_id, "task_id")
         run_id = request.task_id
+        if (self._runs / f"{run_id}.json").exists():
+            return run_id
         if not self.has_task(request.task_digest):
             raise UsageError(f"there is no task {request.task_digest!r}; upload it first")
-        if not (self._runs / f"{run_id}.json").exists():
-            self._save(RunResponse(run_id=run_id, status="pending"))
-            self._used[run_id] = request.task_digest
-            self._running[run_id] = asyncio.create_task(self._execute(request))
+        self._save(RunResponse(run_id=run_id, status="pending"))
+        self._used[run_id] = request.task_digest
+        self._running[run_id] = asyncio.create_task(self._execute(request))
         return run_id
 
     def get(self, run_id: str) -> RunResponse | None:
