@@ -49,6 +49,11 @@ REFUSED = {
         '[[environment.mcp_servers]]\nname = "db"\nurl = "http://db:1"\n',
         r"task.toml:3: environment.mcp_servers: MCP servers are not started",
     ),
+    "TPU": ('tpu = {type = "v6e", topology = "2x2"}\n', r"task.toml:3: environment.tpu: the sandbox has no"),
+    "image of the verifier": (
+        '[verifier.environment]\ndocker_image = "grader"\n',
+        r"task.toml:3: verifier.environment: the verifier runs in the task's",
+    ),
     "verifier with its own environment": (
         '[verifier]\nenvironment_mode = "separate"\n',
         r"task.toml:4: verifier.environment_mode: the verifier runs in the task's",

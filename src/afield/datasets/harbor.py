@@ -63,6 +63,8 @@ class HarborEnvironment(Struct, frozen=True, kw_only=True):
     """Disk space in MiB; None for the runtime's default."""
     gpus: Annotated[int, Meta(ge=0)] | None = None
     """Number of GPUs."""
+    tpu: dict[str, Any] | None = None
+    """TPU slice."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables; `${NAME}` and `${NAME:-default}` are taken from the collector's environment."""
     workdir: str | None = None
@@ -90,6 +92,13 @@ class HarborVerifier(Struct, frozen=True, kw_only=True):
     """Hosts of network mode `allowlist`."""
     environment_mode: Literal["shared", "separate"] | None = None
     """Whether the verifier runs in the agent's environment or in one of its own."""
+    environment: dict[str, Any] | None = None
+    """Environment of the verifier, which implies the mode `separate`."""
+
+    @property
+    def separate(self) -> bool:
+        """Whether the verifier has an environment of its own."""
+        return self.environment_mode == "separate" or self.environment is not None
 
 
 class HarborSolution(Struct, frozen=True, kw_only=True):

@@ -60,6 +60,8 @@ def refused_keys(task: Path, *, agent: bool, verifier: bool) -> list[KeyProblem]
     found: list[tuple[str, str]] = []
     if environment.gpus:
         found.append(("environment.gpus", "the sandbox has no GPUs"))
+    if environment.tpu:
+        found.append(("environment.tpu", "the sandbox has no TPU"))
     for table, mode, concerned in (
         ("environment", environment.network_mode, agent or verifier),
         ("agent", config.agent.network_mode, agent),
@@ -70,9 +72,10 @@ def refused_keys(task: Path, *, agent: bool, verifier: bool) -> list[KeyProblem]
             found.append((f"{table}.network_mode", problem))
     if agent and environment.mcp_servers:
         found.append(("environment.mcp_servers", "MCP servers are not started in the sandbox"))
-    if verifier and config.verifier.environment_mode == "separate":
+    if verifier and config.verifier.separate:
+        key = "environment" if config.verifier.environment is not None else "environment_mode"
         message = "the verifier runs in the task's environment, not in one of its own"
-        found.append(("verifier.environment_mode", message))
+        found.append((f"verifier.{key}", message))
     text = read_text(task / CONFIG) if found else ""
     return [_problem(task, text, key, f"{message}; {REMEDY}") for key, message in found]
 

@@ -78,7 +78,7 @@ def sandbox_options(task: HarborTask) -> SandboxOptions:
 async def run_tests(sandbox: Sandbox, task: HarborTask) -> dict[str, Any]:
     """Copy the tests into a sandbox, run them and read the reward."""
     verifier = task.config.verifier
-    if verifier.environment_mode == "separate":
+    if verifier.separate:
         raise VerifierFailure(f"{task.path}: a verifier with its own environment is not supported")
     await upload_directory(sandbox, task.path / "tests", "/tests", fresh=FRESH)
     try:
