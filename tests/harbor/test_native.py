@@ -105,12 +105,9 @@ def test_keys_without_effect_are_told_once_with_file_and_line(
     factory.check_harbor_tasks(NATIVE, read_tasks(tmp_path))
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     for line, key in ((3, "environment.skills_dir"), (6, "agent.user"), (7, "healthchecks")):
-        start = f"{tmp_path / 'a' / 'task.toml'}:{line}: {key} (and 2 more tasks) has no effect"
+        start = f"{tmp_path / 'a' / 'task.toml'}:{line}: {key} (and 2 more) has no effect"
         assert any(text.startswith(start) for text in warnings), (start, warnings)
-    assert (
-        sum("environment.network_mode (and 2 more tasks) is not set: Harbor" in text for text in warnings)
-        == 1
-    )
+    assert sum("environment.network_mode (and 2 more) is not set: Harbor" in text for text in warnings) == 1
     assert len(warnings) == 4
 
 
@@ -129,9 +126,25 @@ def test_listing_of_tasks_says_what_sandboxes_cannot_honour(
 
 
 def test_task_without_a_network_gives_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write(tmp_path / "a", 'network_mode = "no-network"\nmemory = "2G"\n[metadata]\nmine = 1\n')
+    write(tmp_path / "a", 'network_mode = "no-network"\nmemory = "1G"\n[metadata]\nmine = 1\n')
     write(tmp_path / "b", "allow_internet = false\n[task]\nname = 'org/b'\n")
     factory.check_harbor_tasks(NATIVE, read_tasks(tmp_path))
+    assert caplog.records == []
+
+
+def test_task_that_names_more_than_the_limits_of_sandboxes_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, memory in (("a", 2048), ("b", 3072), ("c", 512)):
+        write(tmp_path / name, f'network_mode = "no-network"\ncpus = 1\nmemory_mb = {memory}\n')
+    tasks = read_tasks(tmp_path)
+    factory.check_harbor_tasks(NATIVE, tasks)
+    [line] = [record.getMessage() for record in caplog.records]
+    file = tmp_path / "b" / "task.toml"
+    assert line.startswith(f"{file}:5: environment.memory_mb = 3072 (the largest of 2 tasks), but")
+    assert line.endswith("have 1024: set sandbox.limits.memory_mb")
+    caplog.clear()
+    factory.check_harbor_tasks(structs.replace(NATIVE, agent="codex"), tasks)  # a harness has 4096 MiB
     assert caplog.records == []
 
 

@@ -13,7 +13,7 @@ from afield import harnesses
 from afield.datasets.harbor import is_task
 from afield.datasets.reader import is_harbor
 from afield.errors import Unavailable, UsageError
-from afield.harbor.native import ignored_keys, refused_keys, summary
+from afield.harbor.native import exceeded_limits, ignored_keys, refused_keys, summary
 from afield.harnesses.base import Harness
 from afield.local_sandbox import cgroups
 from afield.settings.environment import PROGRAMS, Environment
@@ -84,6 +84,12 @@ def check_harbor_tasks(config: TrainConfig, tasks: Sequence[Task]) -> None:
         raise UsageError(f"tasks need what sandboxes do not have:\n  {shown}{more}")
     for line in summary(key for path in paths for key in ignored_keys(path)):
         log.warning("%s", line)
+    if config.runtime_name == "sandbox":
+        limits = config.sandbox.limits
+        if limits == ResourceLimits() and harnesses.find(config.agent):
+            limits = LIMITS
+        for line in exceeded_limits(paths, limits):
+            log.warning("%s", line)
 
 
 def check_harness(config: TrainConfig) -> None:

@@ -7,7 +7,7 @@ effect, which is told once for each of them.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -22,6 +22,7 @@ from afield.datasets.harbor import (
     read_config,
     read_text,
 )
+from afield.settings.runtimes import ResourceLimits
 from afield.settings.values import line_of
 
 REMEDY = (
@@ -97,13 +98,34 @@ def ignored_keys(task: Path) -> list[KeyProblem]:
     return [_problem(task, text, key, message) for key, message in found]
 
 
+def exceeded_limits(tasks: Sequence[Path], limits: ResourceLimits) -> Iterator[str]:
+    """Lines for the resources of which a task names more than the sandbox of its agent has."""
+    for name, limit, setting in (
+        ("cpus", limits.cpus, "cpus"),
+        ("memory_mb", limits.memory_mb, "memory_mb"),
+        ("storage_mb", limits.disk_mb, "disk_mb"),
+    ):
+        named = ((getattr(read_config(task / CONFIG).environment, name), task) for task in tasks)
+        more = [(value, task) for value, task in named if None not in (value, limit) and value > limit]
+        if not more:
+            continue
+        value, task = max(more)
+        key = f"environment.{name}"
+        problem = _problem(task, read_text(task / CONFIG), key, "")
+        others = f" (the largest of {len(more)} tasks)" if len(more) > 1 else ""
+        yield (
+            f"{problem.place}: {key} = {value:g}{others}, but the sandboxes of agents have {limit:g}:"
+            f" set sandbox.limits.{setting}"
+        )
+
+
 def summary(problems: Iterable[KeyProblem]) -> Iterator[str]:
     """A line for each key and message, with the first place and the number of others."""
     groups: dict[tuple[str, str], list[KeyProblem]] = {}
     for problem in problems:
         groups.setdefault((problem.key, problem.message), []).append(problem)
     for (_, message), [first, *others] in groups.items():
-        more = f" (and {len(others)} more tasks)" if others else ""
+        more = f" (and {len(others)} more)" if others else ""
         yield f"{first.place}: {first.key}{more} {message}"
 
 
