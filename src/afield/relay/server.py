@@ -266,8 +266,10 @@ class Relay:
         """Wait for room in a full budget; False if that takes too long."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._limits.body_idle_s):
-                await held.wait_for_room()
-        return not held.is_full()
+                while held.is_full():
+                    await held.wait_for_room()
+            return True
+        return False
 
     async def _send_body(
         self, request: web.BaseRequest, stream: Stream, held: ByteBudget, metrics: RelayMetrics
