@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import aiohttp
 import pytest
@@ -18,125 +16,12 @@ from yarl import URL
 from afield.errors import UsageError
 from afield.gateway import shards
 from afield.relay.auth import EVERY_PATH, LinkRequest, route_prefix, session_scope
-from afield.relay.client import RelayClient
 from afield.relay.forward import HttpForwarder
-from afield.relay.server import Relay, RelayLimits, serve_relay
-from afield.sdk.listen import listen
+from afield.relay.server import RelayLimits
 from support.ports import free_ports
-from support.tcp_proxy import TcpProxy
+from support.relays import LINES, SECRET, App, RelayProcess, Setup, post, stream
 
 pytestmark = pytest.mark.anyio
-
-SECRET = b"0123456789abcdef0123456789abcdef"
-LIMITS = RelayLimits(hold_s=5.0, resume_s=5.0, heartbeat_s=0.5)
-
-
-class App:
-    """ASGI application that counts requests, echoes bodies and streams numbered lines."""
-
-    def __init__(self, name: str = "app") -> None:
-        self.name = name
-        self.requests: list[str] = []
-        self.disconnects = 0
-        self.go_on = asyncio.Event()
-        self.sent = 0
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self.requests.append(scope["path"])
-        body = b""
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                self.disconnects += 1
-                return
-            body += message["body"]
-            if not message["more_body"]:
-                break
-        headers = [(b"content-type", b"text/plain"), (b"x-app", self.name.encode())]
-        await send({"type": "http.response.start", "status": 201, "headers": headers})
-        if scope["path"].endswith("/echo"):
-            await send({"type": "http.response.body", "body": body})
-        elif scope["path"].endswith("/flood"):
-            for _ in range(int(scope["query_string"])):
-                await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
-                self.sent += 65536
-            await send({"type": "http.response.body", "body": b""})
-        else:
-            gone = asyncio.create_task(self._gone(receive))
-            for n in range(40):
-                await send({"type": "http.response.body", "body": b"line %d\n" % n, "more_body": True})
-                if n == 20:
-                    waiting = asyncio.create_task(self.go_on.wait())
-                    await asyncio.wait([waiting, gone], return_when=asyncio.FIRST_COMPLETED)
-                    waiting.cancel()
-                    if gone.done():
-                        self.disconnects += 1
-                        return
-            gone.cancel()
-            await send({"type": "http.response.body", "body": b"end\n"})
-
-    async def _gone(self, receive: Any) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-
-LINES = b"".join(b"line %d\n" % n for n in range(40)) + b"end\n"
-
-
-class Setup:
-    """A relay, a process that dials out through a cuttable proxy, and an agent."""
-
-    def __init__(self, app: App, limits: RelayLimits = LIMITS, port: int = 0) -> None:
-        self.app = app
-        self.limits = limits
-        self.listener = None if port else listen("127.0.0.1", 0)
-        self.port = self.listener.getsockname()[1] if self.listener else port
-        self.proxy = TcpProxy(self.port)
-
-    @asynccontextmanager
-    async def relay(self, *, clusters: dict[str, bytes] | None = None) -> AsyncIterator[Relay]:
-        relay = Relay(clusters or {"lab": SECRET}, self.limits)
-        assert self.listener is not None
-        async with serve_relay(relay, self.listener, limits=self.limits):
-            yield relay
-
-    @asynccontextmanager
-    async def client(self, app: Any = None, **options: Any) -> AsyncIterator[RelayClient]:
-        settings = {
-            "cluster": "lab",
-            "gateway": "g1",
-            "secret": SECRET,
-            "claim_s": 5.0,
-            "heartbeat_s": 0.5,
-            **options,
-        }
-        async with self.proxy:
-            client = RelayClient(app or self.app, url=f"http://127.0.0.1:{self.proxy.port}", **settings)
-            running = asyncio.create_task(client.run())
-            try:
-                waiting = asyncio.create_task(client.connected.wait())
-                await asyncio.wait([waiting, running], return_when=asyncio.FIRST_COMPLETED, timeout=10)
-                if running.done():
-                    await running
-                yield client
-            finally:
-                running.cancel()
-                await asyncio.gather(running, return_exceptions=True)
-
-    def url(self, path: str, session: str = "s1", gateway: str = "g1", cluster: str = "lab") -> str:
-        prefix = route_prefix(SECRET, cluster, gateway, session_scope(session))
-        return f"http://127.0.0.1:{self.port}{prefix}/s/{session}/{path}"
-
-
-async def post(url: str, data: bytes = b"", **options: Any) -> tuple[int, bytes]:
-    async with aiohttp.ClientSession() as http, http.post(url, data=data, **options) as response:
-        return response.status, await response.read()
-
-
-@asynccontextmanager
-async def stream(setup: Setup) -> AsyncIterator[aiohttp.ClientResponse]:
-    async with aiohttp.ClientSession() as http, http.post(setup.url("stream")) as response:
-        yield response
 
 
 async def test_request_and_response_pass_unchanged():
@@ -173,10 +58,10 @@ async def test_wrong_cluster_secret_is_refused_by_name():
     setup = Setup(App())
     async with setup.relay():
         with pytest.raises(UsageError, match="refuses the secret of cluster 'lab'"):
-            async with _same_relay(setup).client(secret=b"f" * 32):
+            async with setup.other().client(secret=b"f" * 32):
                 pass
         with pytest.raises(UsageError, match="does not serve cluster 'other'"):
-            async with _same_relay(setup).client(cluster="other"):
+            async with setup.other().client(cluster="other"):
                 pass
 
 
@@ -184,13 +69,9 @@ async def test_second_process_with_the_same_name_is_refused():
     setup = Setup(App())
     async with setup.relay(), setup.client():
         with pytest.raises(UsageError, match="choose another relay name"):
-            async with _same_relay(setup).client():
+            async with setup.other().client():
                 pass
         assert (await post(setup.url("echo"), b"1"))[0] == 201
-
-
-def _same_relay(setup: Setup) -> Setup:
-    return Setup(App(), setup.limits, setup.port)
 
 
 async def test_request_waits_for_a_gateway_that_connects_later():
@@ -216,7 +97,7 @@ async def test_request_during_a_restart_of_the_gateway_waits_for_the_new_process
             assert (await post(setup.url("echo")))[0] == 201
         early = asyncio.create_task(post(setup.url("echo"), b"early"))
         await asyncio.sleep(0.2)
-        async with _same_relay(setup).client(after):
+        async with setup.other().client(after):
             assert await early == (201, b"early")
     assert after.requests == ["/s/s1/echo"]
 
@@ -235,7 +116,7 @@ async def test_new_process_gets_the_name_of_one_that_vanished_without_a_word():
     async with setup.relay(), setup.client():
         setup.proxy.refuse = True
         setup.proxy.freeze()  # the machine is gone: no FIN reaches the relay
-        async with _same_relay(setup).client(after) as client:
+        async with setup.other().client(after) as client:
             assert client.connected.is_set()
             assert (await post(setup.url("echo")))[0] == 201
     assert after.requests == ["/s/s1/echo"]
@@ -262,7 +143,7 @@ async def test_handshake_that_breaks_off_leaves_the_name_free():
             await first.send_str('{"streams": {}}')
             async with dial(setup, "a"):  # the same process, which dies before the end of its handshake
                 pass
-        async with _same_relay(setup).client() as client:
+        async with setup.other().client() as client:
             assert client.connected.is_set()
 
 
@@ -350,36 +231,6 @@ async def test_link_that_falls_silent_is_replaced():
     assert len(setup.app.requests) == 1
 
 
-class RelayProcess:
-    """`afield relay` as a process that can be killed and started again on the same port."""
-
-    def __init__(self, folder: Path) -> None:
-        self._secret = folder / "secret"
-        self._secret.write_bytes(SECRET)
-        self._secret.chmod(0o600)
-        self.port = free_ports(1)[0]
-
-    async def start(self) -> None:
-        command = [sys.executable, "-m", "afield", "relay", "--json", "--port", str(self.port)]
-        command += ["--cluster", f"lab={self._secret}", "--heartbeat-interval", "0.5"]
-        pipe = asyncio.subprocess.PIPE
-        self.process = await asyncio.create_subprocess_exec(*command, stdout=pipe)
-        assert self.process.stdout is not None
-        assert json.loads(await self.process.stdout.readline())["clusters"] == ["lab"]
-
-    async def kill(self) -> None:
-        if self.process.returncode is None:
-            self.process.kill()
-            await self.process.wait()
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.kill()
-
-
 async def test_repeated_request_after_relay_kills_gets_the_same_response(tmp_path):
     app = App()
     async with RelayProcess(tmp_path) as relay, aiohttp.ClientSession() as http:
@@ -403,7 +254,7 @@ async def test_repeated_request_after_relay_kills_gets_the_same_response(tmp_pat
     assert app.disconnects == 0
 
 
-async def test_repeated_request_whose_body_was_not_read_gets_the_same_response(tmp_path):
+async def test_repeated_request_whose_body_was_not_read_gets_the_same_response():
     requests: list[str] = []
     go_on = asyncio.Event()
 
@@ -415,31 +266,26 @@ async def test_repeated_request_whose_body_was_not_read_gets_the_same_response(t
         await go_on.wait()
         await send({"type": "http.response.body", "body": b"last"})
 
-    async with RelayProcess(tmp_path) as relay, aiohttp.ClientSession() as http:
-        setup = Setup(App(), port=relay.port)
-        async with setup.client(app, claim_s=60.0):
-            async with http.get(setup.url("models")) as response:
-                assert await response.content.readany() == b"first "
-                await relay.kill()
-            await relay.start()
-            go_on.set()
-            async with http.get(setup.url("models")) as response:
-                assert await asyncio.wait_for(response.read(), 20) == b"first last"
+    setup = Setup(App())
+    async with setup.relay(), setup.client(app), aiohttp.ClientSession() as http:
+        async with http.get(setup.url("models")) as response:
+            assert await response.content.readany() == b"first "
+            await setup.restart()
+        go_on.set()
+        async with http.get(setup.url("models")) as response:
+            assert await asyncio.wait_for(response.read(), 20) == b"first last"
     assert requests == ["GET"]
 
 
-async def test_request_that_is_not_repeated_after_a_restart_ends_as_a_disconnect(tmp_path):
-    app = App()
-    async with RelayProcess(tmp_path) as relay, aiohttp.ClientSession() as http:
-        setup = Setup(app, port=relay.port)
-        async with setup.client(claim_s=0.2), http.post(setup.url("stream"), data=b"q") as response:
-            await response.content.readline()
-            await relay.kill()
-            await relay.start()
-            async with asyncio.timeout(10):
-                while not app.disconnects:
-                    await asyncio.sleep(0.02)
-            assert await post(setup.url("echo"), b"z") == (201, b"z")
+async def test_request_that_is_not_repeated_after_a_restart_ends_as_a_disconnect():
+    setup = Setup(App())
+    async with setup.relay(), setup.client(claim_s=0.2), stream(setup) as response:
+        await response.content.readline()
+        await setup.restart()
+        async with asyncio.timeout(10):
+            while not setup.app.disconnects:
+                await asyncio.sleep(0.02)
+        assert await post(setup.url("echo"), b"z") == (201, b"z")
 
 
 async def test_disconnect_of_the_agent_reaches_the_gateway():
@@ -507,7 +353,7 @@ async def test_sessions_reach_the_process_that_owns_them():
     async with (
         setup.relay(),
         setup.client(process=0, processes=2),
-        _same_relay(setup).client(apps[1], process=1, processes=2),
+        setup.other().client(apps[1], process=1, processes=2),
     ):
         for n in range(20):
             assert (await post(setup.url("echo", f"s{n}")))[0] == 201
@@ -521,7 +367,7 @@ async def test_several_clusters_share_a_relay_and_not_their_secrets():
     async with (
         setup.relay(clusters={"lab": SECRET, "home": b"h" * 32}),
         setup.client(apps[0]),
-        _same_relay(setup).client(apps[1], cluster="home", secret=b"h" * 32),
+        setup.other().client(apps[1], cluster="home", secret=b"h" * 32),
     ):
         assert (await post(setup.url("echo")))[0] == 201
         assert (await post(setup.url("echo", cluster="home")))[0] == 401  # signed with lab's secret
@@ -552,6 +398,36 @@ async def test_engine_behind_a_forwarder_streams_through_the_relay():
             assert await response.read() == b"got " + b"x" * 200_000
         await runner.cleanup()
         assert (await post(url))[0] == 503
+
+
+async def test_get_that_an_agent_leaves_ends_at_the_server():
+    ended = asyncio.Event()
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"first")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        return response
+
+    application = web.Application()
+    application.router.add_get("/events", handle)
+    runner = web.AppRunner(application, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    setup = Setup(App())
+    prefix = route_prefix(SECRET, "lab", "g1", EVERY_PATH)
+    server = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    async with HttpForwarder(server) as forwarder, setup.relay(), setup.client(forwarder):
+        async with aiohttp.ClientSession() as http:
+            response = await http.get(f"http://127.0.0.1:{setup.port}{prefix}/events")
+            assert await response.content.readany() == b"first"
+            response.close()
+        await asyncio.wait_for(ended.wait(), 20)
+    await runner.cleanup()
 
 
 async def test_forwarder_adds_nothing_to_requests_and_keeps_no_cookies():

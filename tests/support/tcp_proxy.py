@@ -13,7 +13,8 @@ class TcpProxy:
     """Forwards connections to a port of this machine; `port` is known inside `async with`."""
 
     def __init__(self, target: int) -> None:
-        self._target = target
+        self.target = target
+        """Port that new connections lead to."""
         self.port = 0
         self.refuse = False
         """Whether new connections are reset."""
@@ -48,7 +49,7 @@ class TcpProxy:
             writer.transport.abort()
             return
         try:
-            upstream_reader, upstream = await asyncio.open_connection("127.0.0.1", self._target)
+            upstream_reader, upstream = await asyncio.open_connection("127.0.0.1", self.target)
         except OSError:
             writer.transport.abort()
             return

@@ -120,6 +120,8 @@ async def serve_relay(
         body_bytes=settings.max_body_mb * MIB,
         connections=settings.max_connections,
         per_address=settings.max_connections_per_address,
+        held_bytes=settings.max_held_mb * MIB,
+        held_bytes_per_cluster=settings.max_held_mb_per_cluster * MIB,
         hold_s=settings.hold_timeout_s,
         resume_s=settings.resume_timeout_s,
         heartbeat_s=settings.heartbeat_interval_s,

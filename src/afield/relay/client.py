@@ -5,7 +5,7 @@
    at the byte that the other one has received.
 3. A restarted relay has lost its agents' connections. Their requests go on and wait `claim_s` for a repeated
    request (same method, path, key and body), which gets the whole response: nothing is generated twice.
-   Requests that nobody repeats end as a client's disconnect does.
+   Requests that nobody repeats, and those whose response is not kept, end as a client's disconnect does.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from afield.relay.auth import LinkRequest
 from afield.relay.streams import (
     HOP_BY_HOP,
     MAX_MESSAGE,
+    ByteBudget,
     Frame,
     FrameType,
     Multiplexer,
@@ -47,6 +48,8 @@ log = logging.getLogger("afield.relay")
 App = Callable[[MutableMapping[str, Any], Callable[..., Any], Callable[..., Any]], Awaitable[None]]
 REPLAY_LIMIT = 16 * 1024 * 1024
 """Size up to which a response is kept for a repeated request, in bytes."""
+REPLAYS_LIMIT = 256 * 1024 * 1024
+"""Size of all responses that are kept for repeated requests, in bytes."""
 BACKOFF_S = (0.05, 5.0)
 """First and longest pause between connections, in seconds."""
 CONNECT_S = 10.0
@@ -65,8 +68,8 @@ class NameInUse(UsageError):
 class RelayedRequest(Stream):
     """A request that came through the relay, with the task that answers it."""
 
-    def __init__(self, id: int, wake: Callable[[Stream], None]) -> None:
-        super().__init__(id, wake, replay_limit=REPLAY_LIMIT)
+    def __init__(self, id: int, wake: Callable[[Stream], None], replays: ByteBudget) -> None:
+        super().__init__(id, wake, replay_limit=REPLAY_LIMIT, replays=replays)
         self.head: RequestHead | None = None
         self.digest = hashlib.sha256()
         self.body_complete = False
@@ -90,6 +93,12 @@ class RelayedRequest(Stream):
         keys = tuple(value for name, value in self.head.headers if name in KEY_HEADERS)
         return self.head.method, self.head.path, self.head.query, keys
 
+    def abandon(self, reason: str) -> None:
+        """Have the application see a disconnect, also where it waits to send."""
+        self.gone.set()
+        self.reset(reason)
+        self.release()
+
     def body_digest(self) -> bytes:
         """Digest of a body that has arrived as a whole, whether the application has read it or not."""
         digest = self.digest.copy()
@@ -98,7 +107,10 @@ class RelayedRequest(Stream):
 
 
 class RelayClient(Multiplexer):
-    """Serves `app` through the relay at `url`, as `gateway` of `cluster`."""
+    """Serves `app` through the relay at `url`, as `gateway` of `cluster`.
+
+    Without `claim_s`, requests of a lost relay end at once.
+    """
 
     def __init__(
         self,
@@ -114,6 +126,7 @@ class RelayClient(Multiplexer):
         claim_s: float = 60.0,
         resume_s: float = 60.0,
         heartbeat_s: float = HEARTBEAT_S,
+        replays_limit: int = REPLAYS_LIMIT,
         tls: Any = None,
     ) -> None:
         super().__init__()
@@ -132,6 +145,7 @@ class RelayClient(Multiplexer):
         self._instance = secrets.token_hex(8)
         self._relay: str | None = None
         self._ended: deque[int] = deque(maxlen=10_000)
+        self._replays = ByteBudget(replays_limit)
         self._orphans: dict[tuple[Any, ...], list[RelayedRequest]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._backoff = Backoff(*BACKOFF_S, jitter=True)
@@ -172,7 +186,7 @@ class RelayClient(Multiplexer):
     async def _close(self) -> None:
         for stream in [*self.streams.values(), *self._all_orphans()]:
             assert isinstance(stream, RelayedRequest)
-            stream.gone.set()
+            stream.abandon("the gateway is being stopped")
         running = [task for task in self._tasks if not task.done()]
         if running:
             await asyncio.wait(running, timeout=5.0)
@@ -193,7 +207,7 @@ class RelayClient(Multiplexer):
                         f" here, or start the relay with --cluster {self._cluster}=FILE"
                     )
                 response.raise_for_status()
-                challenge = (await response.json())["challenge"]
+                challenge = self._challenge(await response.read())
             request = LinkRequest(
                 gateway=self._gateway,
                 process=self._process,
@@ -250,6 +264,12 @@ class RelayClient(Multiplexer):
                 ) from error
             raise
 
+    def _challenge(self, body: bytes) -> str:
+        try:
+            return str(json.loads(body)["challenge"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise WireError(f"{self._url} sent no challenge, so it may not be a relay: {error}") from error
+
     def _check_relay(self, text: str, request: LinkRequest) -> str:
         try:
             hello = json.loads(text)
@@ -273,8 +293,10 @@ class RelayClient(Multiplexer):
         for stream in self.resume(theirs):
             assert isinstance(stream, RelayedRequest)
             self.remove(stream)  # delivered, or its agent is gone
-            if not stream.outgoing.is_acknowledged:
-                stream.gone.set()
+            if stream.outgoing.is_acknowledged:
+                stream.release()
+            else:
+                stream.abandon("the agent disconnected")
         ended = [stream for stream in self._ended if stream in theirs]  # their RESET may be lost
         await socket.send_str(json.dumps({"streams": received, "ended": ended}))
 
@@ -283,6 +305,8 @@ class RelayClient(Multiplexer):
             stream = self.streams.get(frame.stream)
             if frame.type is FrameType.DATA and stream is None:
                 if frame.offset:
+                    if frame.stream in self._ended:
+                        continue  # sent before the relay got the RESET
                     raise WireError(f"stream {frame.stream} begins at byte {frame.offset}")
                 stream = self._begin(frame.stream)
             if stream is None:
@@ -290,16 +314,17 @@ class RelayClient(Multiplexer):
             if frame.type in (FrameType.DATA, FrameType.ACK):
                 self.dispatch(frame)
             else:
+                assert isinstance(stream, RelayedRequest)
                 self.remove(stream)
                 if frame.type is FrameType.RESET:
-                    assert isinstance(stream, RelayedRequest)
-                    stream.gone.set()
-                    stream.reset(frame.payload.decode(errors="replace"))
+                    stream.abandon(frame.payload.decode(errors="replace"))
+                else:
+                    stream.release()
 
     # --- requests --------------------------------------------------------------------------------
 
     def _begin(self, id: int) -> RelayedRequest:
-        stream = RelayedRequest(id, self.wake)
+        stream = RelayedRequest(id, self.wake, self._replays)
         self.streams[id] = stream
         stream.task = asyncio.create_task(self._serve(stream))
         self._tasks.add(stream.task)
@@ -324,7 +349,14 @@ class RelayClient(Multiplexer):
             self._fail(stream, f"the gateway failed at this request: {type(error).__name__}")
 
     def _fail(self, stream: RelayedRequest, reason: str) -> None:
+        """End a request whose response the application has not finished."""
         stream = stream.current
+        if stream.outgoing.ended:
+            return
+        self._forget(stream)
+        stream.release()
+        if self.streams.get(stream.id) is not stream:
+            return  # the relay does not know it; another request may have its number at a new relay
         self.send(Frame(FrameType.RESET, stream.id, payload=reason.encode()[:1000]))
         self._ended.append(stream.id)
         self.remove(stream)
@@ -374,6 +406,9 @@ class RelayClient(Multiplexer):
                 return
             with suppress(StreamReset):  # the disconnect is told by `receive`
                 await out.wait_for_space()
+                while (successor := stream.current.outgoing) is not out:  # of a repeated request
+                    out = successor
+                    await out.wait_for_space()
 
         scope = {
             "type": "http",
@@ -391,9 +426,7 @@ class RelayClient(Multiplexer):
             "state": dict(self._state),
         }
         await self._app(scope, receive, send)
-        out = stream.current.outgoing
-        if not out.ended:  # the agent is gone, or the application broke off
-            self._fail(stream, "the gateway ended the request")
+        self._fail(stream, "the gateway ended the request")  # unless it is complete
 
     # --- repeated requests -----------------------------------------------------------------------
 
@@ -402,9 +435,9 @@ class RelayClient(Multiplexer):
         for stream in list(self.streams.values()):
             assert isinstance(stream, RelayedRequest)
             self.remove(stream)
-            if stream.head is None or not (stream.body_complete or stream.incoming.ended):
-                stream.gone.set()  # the request did not arrive as a whole
-                stream.reset("the relay was restarted")
+            arrived = stream.head is not None and (stream.body_complete or stream.incoming.ended)
+            if not arrived or not stream.outgoing.is_kept or not self._claim_s:
+                stream.abandon("the relay was restarted")
                 continue
             self._orphans.setdefault(stream.key(), []).append(stream)
             self._after(self._claim_s, self._expire_orphan, stream)
@@ -414,10 +447,11 @@ class RelayClient(Multiplexer):
         for orphan in list(self._orphans.get(repeated.key(), [])):
             if orphan is repeated or orphan.body_digest() != repeated.body_digest():
                 continue
-            outgoing = orphan.outgoing.replay(lambda: self.wake(repeated))
-            if outgoing is None:
-                continue
             self._forget(orphan)
+            outgoing = orphan.outgoing.move(lambda: self.wake(repeated))
+            if outgoing is None:
+                orphan.abandon("the response is no longer kept")
+                continue
             # The application goes on writing for the stream of the repeated request.
             repeated.outgoing = outgoing
             repeated.gone = orphan.gone
@@ -429,6 +463,8 @@ class RelayClient(Multiplexer):
         return False
 
     def _forget(self, orphan: RelayedRequest) -> None:
+        if orphan.head is None:
+            return
         waiting = self._orphans.get(orphan.key(), [])
         if orphan in waiting:
             waiting.remove(orphan)
@@ -441,7 +477,7 @@ class RelayClient(Multiplexer):
     def _expire_orphan(self, orphan: RelayedRequest) -> None:
         if orphan in self._orphans.get(orphan.key(), []):
             self._forget(orphan)
-            orphan.gone.set()
+            orphan.abandon("the agent did not repeat the request")
 
     def _expire_unresumed(self, lost: int) -> None:
         """Give up streams if the link that was lost as number `lost` was not replaced in `resume_s`."""
@@ -450,8 +486,7 @@ class RelayClient(Multiplexer):
                 assert isinstance(stream, RelayedRequest)
                 self.remove(stream)
                 self._ended.append(stream.id)
-                stream.gone.set()
-                stream.reset("the relay was unreachable")
+                stream.abandon("the relay was unreachable")
 
     def _after(self, seconds: float, action: Callable[[Any], None], argument: object) -> None:
         asyncio.get_running_loop().call_later(seconds, action, argument)

@@ -15,6 +15,8 @@ from afield.relay.streams import HOP_BY_HOP
 
 CONNECT_S = 10.0
 """Timeout of a connection to the server, in seconds."""
+BODILESS = ("GET", "HEAD")
+"""Methods whose bodies are not forwarded."""
 
 
 class HttpForwarder:
@@ -44,6 +46,8 @@ class HttpForwarder:
         send: Callable[[MutableMapping[str, Any]], Any],
     ) -> None:
         body_read = asyncio.Event()
+        if scope["method"] in BODILESS:
+            body_read.set()
         forwarding = asyncio.create_task(self._forward(scope, _body(receive, body_read), send))
         watching = asyncio.create_task(_disconnected(body_read, receive))
         try:
@@ -62,13 +66,12 @@ class HttpForwarder:
         query = scope["query_string"].decode("latin-1")
         url = f"{self._url}{scope['raw_path'].decode('latin-1')}" + (f"?{query}" if query else "")
         pairs = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
-        bodiless = scope["method"] in ("GET", "HEAD")
         try:
             async with self._http.request(
                 scope["method"],
                 URL(url, encoded=True),  # as the client wrote it, also with dots
                 headers=pairs,
-                data=None if bodiless else body,
+                data=None if scope["method"] in BODILESS else body,
                 allow_redirects=False,
             ) as response:
                 headers = [(name.lower(), value) for name, value in response.raw_headers]

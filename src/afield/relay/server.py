@@ -25,7 +25,7 @@ import struct
 import termios
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 from urllib.parse import unquote
@@ -40,6 +40,8 @@ from afield.relay.auth import Challenges, LinkRequest, admits
 from afield.relay.streams import (
     HOP_BY_HOP,
     MAX_MESSAGE,
+    WINDOW,
+    ByteBudget,
     Frame,
     FrameType,
     KnownStreams,
@@ -55,10 +57,14 @@ from afield.relay.streams import (
 
 log = logging.getLogger("afield.relay")
 
+FULL = "its memory for requests and responses is full"
+
 ROUTE = re.compile(r"/c/([^/]+)/g/([^/]+)/t/([^/]+)(/.*)?")
 SESSION = re.compile(r"/s/([^/]+)")
 DRAIN_POLL_S = (0.0, 0.002, 0.01, 0.05, 0.2)
 """Pauses between looks at the bytes that an agent has not acknowledged, in seconds; the last one repeats."""
+SHED = 1.25
+"""Share of a limit of held bytes above which responses end whose agents do not read them."""
 DRAIN_S = 30.0
 """Seconds after which a response that the agent does not acknowledge counts as delivered."""
 
@@ -74,6 +80,10 @@ class RelayLimits(Struct, frozen=True, kw_only=True):
     """Agents' connections."""
     per_address: int = 16_384
     """Connections of one address."""
+    held_bytes: int = 768 * 1024 * 1024
+    """Bytes of requests and responses that the relay holds; above it new requests get 503."""
+    held_bytes_per_cluster: int = 512 * 1024 * 1024
+    """Bytes of requests and responses that the relay holds for one cluster."""
     head_s: float = 30.0
     """Seconds until the head of a connection's first request is complete."""
     body_idle_s: float = 60.0
@@ -98,20 +108,41 @@ class RelayMetrics:
         self.bytes_out = 0
 
 
+class AgentStream(Stream):
+    """One request with the agent's connection."""
+
+    def __init__(
+        self, id: int, link: GatewayLink, held: ByteBudget, transport: asyncio.Transport | None
+    ) -> None:
+        super().__init__(id, link.wake, held=held)
+        self.transport = transport
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the agent is behind by half a window and takes no bytes now."""
+        if self.transport is None or self.incoming.received - self.incoming.consumed < WINDOW // 2:
+            return False
+        return self.transport.get_write_buffer_size() > 0
+
+
 class GatewayLink(Multiplexer):
     """Streams of one gateway process, with its connection while there is one."""
 
-    def __init__(self, request: LinkRequest) -> None:
+    def __init__(self, request: LinkRequest, ids: Iterator[int], held: ByteBudget) -> None:
+        """`ids` numbers the streams of all links of a relay; `held` counts their bytes."""
         super().__init__()
         self.request = request
+        self.held = held
+        self.dials = 0
+        """Number of connections that the process has opened."""
         self.connected = asyncio.Event()
         self.socket: web.WebSocketResponse | None = None
         self.writing: asyncio.Task[None] | None = None
         self.lost_at: float | None = None
-        self._ids = itertools.count(1)
+        self._ids = ids
 
-    def open(self, head: RequestHead) -> Stream:
-        stream = Stream(next(self._ids), self.wake)
+    def open(self, head: RequestHead, transport: asyncio.Transport | None) -> AgentStream:
+        stream = AgentStream(next(self._ids), self, self.held, transport)
         encoded = encode_head(head)
         self.streams[stream.id] = stream
         stream.outgoing.append(encoded)
@@ -141,6 +172,9 @@ class Relay:
         self._limits = limits or RelayLimits()
         self.instance = secrets.token_hex(8)
         self._challenges = Challenges()
+        self._ids = itertools.count(1)
+        held = ByteBudget(self._limits.held_bytes)
+        self._held = {name: ByteBudget(self._limits.held_bytes_per_cluster, held) for name in clusters}
         self._links: dict[tuple[str, str], dict[int, GatewayLink]] = {}
         self._link_added = asyncio.Condition()
         self._metrics = {name: RelayMetrics() for name in clusters}
@@ -188,8 +222,8 @@ class Relay:
             return _error(
                 503, "gateway_not_connected", f"gateway {gateway} of {cluster} is not connected", retry=True
             )
-        if len(link.streams) >= self._limits.streams:
-            return _error(503, "too_many_requests", f"{gateway} has {len(link.streams)} requests", retry=True)
+        if len(link.streams) >= self._limits.streams or link.held.is_full():
+            return _busy(gateway, link)
         headers = tuple(
             (name.lower(), value) for name, value in request.raw_headers if name.lower() not in HOP_BY_HOP
         )
@@ -197,15 +231,15 @@ class Relay:
             request.method, rest, request.rel_url.raw_query_string, headers, request.remote or ""
         )
         try:
-            stream = link.open(head)
+            stream = link.open(head, request.transport)
         except WireError as error:
             return _error(431, "headers_too_large", str(error))
-        sending = asyncio.create_task(self._send_body(request, stream, metrics))
+        sending = asyncio.create_task(self._send_body(request, stream, link.held, metrics))
         try:
             return await self._answer(request, link, stream, metrics)
         except _BodyRefused as refused:
             link.reset(stream, refused.message)
-            return _error(refused.status, refused.code, refused.message)
+            return _error(refused.status, refused.code, refused.message, retry=refused.status == 503)
         except BaseException:  # the agent is gone, or the relay stops
             if stream.id in link.streams:
                 metrics.reset += 1
@@ -213,6 +247,7 @@ class Relay:
             raise
         finally:
             sending.cancel()
+            stream.release()
 
     async def _link(self, cluster: str, gateway: str, session: str) -> GatewayLink | None:
         """Return the link of a session's gateway process, waiting for its connection."""
@@ -227,7 +262,18 @@ class Relay:
                     await self._link_added.wait()
         return None
 
-    async def _send_body(self, request: web.BaseRequest, stream: Stream, metrics: RelayMetrics) -> None:
+    async def _has_room(self, held: ByteBudget) -> bool:
+        """Wait for room in a full budget; False if that takes too long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._limits.body_idle_s):
+                while held.is_full():
+                    await held.wait_for_room()
+            return True
+        return False
+
+    async def _send_body(
+        self, request: web.BaseRequest, stream: Stream, held: ByteBudget, metrics: RelayMetrics
+    ) -> None:
         """Read the agent's body as fast as the gateway takes it."""
         size = 0
         try:
@@ -244,6 +290,9 @@ class Relay:
                 if size > self._limits.body_bytes:
                     message = f"a body has at most {self._limits.body_bytes} bytes"
                     stream.incoming.fail(_BodyRefused(413, "request_too_large", message))
+                    return
+                if held.is_full() and not await self._has_room(held):
+                    stream.incoming.fail(_BodyRefused(503, "relay_full", FULL))
                     return
                 stream.outgoing.append(data)
                 await stream.outgoing.wait_for_space()
@@ -304,18 +353,20 @@ class Relay:
             self._metrics[cluster].refused += 1
             log.warning("relay: link refused cluster=%s peer=%s reason=proof", cluster, request.remote)
             return _error(401, "unauthorized", f"the proof for cluster {cluster!r} is not valid")
-        link = self._find(cluster, hello)
-        if link and link.request.instance != hello.instance and link.connected.is_set():
+        if self._is_taken(cluster, hello):
             message = f"gateway {hello.gateway!r} of {cluster!r} is connected from another process"
             return _error(409, "name_in_use", f"{message}; give this one another name")
         socket = web.WebSocketResponse(
             heartbeat=self._limits.heartbeat_s, max_msg_size=MAX_MESSAGE, compress=False, autoping=True
         )
         await socket.prepare(request)
+        link = self._links.get((cluster, hello.gateway), {}).get(hello.process)
         if link and link.request.instance != hello.instance:
             link.reset_all("the gateway was restarted")
             link = None
-        link = link or GatewayLink(hello)
+        link = link or GatewayLink(hello, self._ids, self._held[cluster])
+        link.dials += 1
+        dial = link.dials
         await self._disconnect(cluster, link)  # the process dialled again before its connection was lost
         received = {str(stream): offset for stream, offset in link.received().items()}
         proof = hello.relay_proof(cluster, secret)
@@ -326,8 +377,7 @@ class Relay:
             log.warning("relay: link refused cluster=%s gateway=%s reason=%s", cluster, hello.gateway, error)
             await socket.close()
             return socket
-        other = self._find(cluster, hello)
-        if other and other is not link and other.connected.is_set():
+        if self._is_taken(cluster, hello) or dial != link.dials:
             name = (cluster, hello.gateway)
             log.warning("relay: link refused cluster=%s gateway=%s reason=connected meanwhile", *name)
             await socket.close()
@@ -335,8 +385,14 @@ class Relay:
         await self._serve_link(cluster, link, socket, theirs)
         return socket
 
-    def _find(self, cluster: str, hello: LinkRequest) -> GatewayLink | None:
-        return self._links.get((cluster, hello.gateway), {}).get(hello.process)
+    def _is_taken(self, cluster: str, hello: LinkRequest) -> bool:
+        """Whether the name is connected from another process, or from a gateway of another process count."""
+        return any(
+            link.connected.is_set()
+            and link.request.instance != hello.instance
+            and (link.request.process == hello.process or link.request.processes != hello.processes)
+            for link in self._links.get((cluster, hello.gateway), {}).values()
+        )
 
     async def _disconnect(self, cluster: str, link: GatewayLink) -> None:
         """Stop writing to the old connection of a link, and close it in the background."""
@@ -379,13 +435,12 @@ class Relay:
             link.send(Frame(FrameType.RESET, unknown, payload=b"the agent disconnected"))
         link.socket, link.lost_at = socket, None
         writing = link.writing = asyncio.create_task(link.write(socket.send_bytes))
-        async with self._link_added:
-            self._links.setdefault(name[:2], {})[link.request.process] = link
-            link.connected.set()
-            self._link_added.notify_all()
+        self._register(cluster, link)
         self._metrics[cluster].links += 1
         log.info("relay: link up cluster=%s gateway=%s process=%d streams=%d", *name, len(link.streams))
         try:
+            async with self._link_added:
+                self._link_added.notify_all()
             async for message in socket:
                 if message.type is WSMsgType.BINARY:
                     self._receive(link, message.data)
@@ -399,6 +454,16 @@ class Relay:
             await asyncio.gather(writing, return_exceptions=True)
             await socket.close()
 
+    def _register(self, cluster: str, link: GatewayLink) -> None:
+        """Route requests to a link; those of a gateway with another number of processes are older."""
+        links = self._links.setdefault((cluster, link.request.gateway), {})
+        for other in list(links.values()):
+            if other.request.processes != link.request.processes:
+                other.reset_all("the gateway was restarted")
+                del links[other.request.process]
+        links[link.request.process] = link
+        link.connected.set()
+
     def _lost(self, cluster: str, link: GatewayLink) -> None:
         """Record that a link has no connection; its streams end unless the process dials again in time."""
         name = (cluster, link.request.gateway, link.request.process)
@@ -409,6 +474,7 @@ class Relay:
         loop.call_later(self._limits.resume_s, self._expire, cluster, link, link.lost_at)
 
     def _receive(self, link: GatewayLink, message: bytes) -> None:
+        shedding = link.held.is_full(SHED)
         for frame in decode_frames(message):
             if frame.type is FrameType.RESET:
                 if stream := link.streams.get(frame.stream):
@@ -416,6 +482,15 @@ class Relay:
                     stream.reset(frame.payload.decode(errors="replace") or "the gateway ended the request")
             else:
                 link.dispatch(frame)  # a stream that was reset here is ignored
+                if shedding:
+                    self._shed(link, frame)
+
+    def _shed(self, link: GatewayLink, frame: Frame) -> None:
+        """Free the memory of a response that its agent does not read."""
+        stream = link.streams.get(frame.stream)
+        if isinstance(stream, AgentStream) and stream.is_stalled and stream.transport is not None:
+            log.warning("relay: response ended stream=%d reason=memory", stream.id)
+            stream.transport.abort()
 
     def _expire(self, cluster: str, link: GatewayLink, lost_at: float) -> None:
         """Give up the streams of a link that was lost at a time and not replaced since."""
@@ -448,6 +523,7 @@ class Relay:
             ("bytes_out_total", metrics.bytes_out),
             ("links", sum(link.connected.is_set() for link in links)),
             ("streams", sum(len(link.streams) for link in links)),
+            ("held_bytes", self._held[cluster].used),
         ]
         text = "".join(f'afield_relay_{name}{{cluster="{cluster}"}} {value}\n' for name, value in rows)
         return web.Response(text=text, content_type="text/plain")
@@ -477,6 +553,12 @@ class _BodyRefused(Exception):
 def owner(session: str, processes: int) -> int:
     """Process of a session; the hash of `gateway.shards.owner`, which saves the gateway a hop."""
     return zlib.crc32(unquote(session).encode()) % processes
+
+
+def _busy(gateway: str, link: GatewayLink) -> web.Response:
+    if link.held.is_full():
+        return _error(503, "relay_full", FULL, retry=True)
+    return _error(503, "too_many_requests", f"{gateway} has {len(link.streams)} requests", retry=True)
 
 
 def _error(status: int, code: str, message: str, *, retry: bool = False) -> web.Response:

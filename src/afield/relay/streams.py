@@ -32,6 +32,8 @@ MESSAGE = 256 * 1024
 """Size above which a WebSocket message takes no further frames."""
 ACK_EVERY = 32 * 1024
 """Bytes that are consumed before an ACK is sent; the end is acknowledged at once."""
+COUNT_EVERY = 4 * 1024
+"""Change of the bytes held by a stream that is counted in a budget."""
 MAX_HEAD = 256 * 1024
 """Largest head of a request or response, in bytes."""
 
@@ -160,13 +162,56 @@ def encode_head(head: Struct) -> bytes:
 # --- sequences of bytes --------------------------------------------------------------------------
 
 
+class ByteBudget:
+    """Bytes that many streams hold together, with a limit."""
+
+    def __init__(self, limit: int, whole: ByteBudget | None = None) -> None:
+        """`whole` is a larger budget, which counts these bytes too."""
+        self.limit = limit
+        self.used = 0
+        self._whole = whole
+        self._room = asyncio.Event()
+        self._awaited = False
+
+    def add(self, size: int) -> None:
+        """Count bytes; a negative size gives them back."""
+        self.used += size
+        if self._awaited and self.used < self.limit:
+            self._awaited = False
+            self._room.set()
+        if self._whole is not None:
+            self._whole.add(size)
+
+    def is_full(self, share: float = 1.0) -> bool:
+        """Whether a share of the limit, of this budget or of the larger one, is used."""
+        if self.used >= share * self.limit:
+            return True
+        return self._whole is not None and self._whole.is_full(share)
+
+    async def wait_for_room(self) -> None:
+        if self._whole is not None:
+            await self._whole.wait_for_room()
+        while self.used >= self.limit:
+            self._awaited = True
+            self._room.clear()
+            await self._room.wait()
+
+
 class Outgoing:
     """Bytes of one direction at their sender."""
 
-    def __init__(self, wake: Callable[[], None], *, replay_limit: int = 0) -> None:
-        """`wake` is called when there is something to send. The first `replay_limit` bytes are kept for
-        `Outgoing.replay`."""
+    def __init__(
+        self,
+        wake: Callable[[], None],
+        *,
+        held: ByteBudget | None = None,
+        replay_limit: int = 0,
+        replays: ByteBudget | None = None,
+    ) -> None:
+        """`wake` is called when there is something to send. `held` counts unacknowledged bytes.
+        The first `replay_limit` bytes are kept for `move`, as long as `replays` has room for them."""
         self._wake = wake
+        self._held = held
         self._parts: deque[bytes] = deque()
         self._first = 0  # offset of the first kept part
         self.acknowledged = 0
@@ -179,18 +224,18 @@ class Outgoing:
         self._space.set()
         self._replay: list[bytes] | None = [] if replay_limit else None
         self._replay_limit = replay_limit
+        self._replays = replays
 
     def append(self, data: bytes) -> None:
-        """Add bytes without waiting for space."""
-        if not data:
+        """Add bytes without waiting for space. After a reset they are dropped."""
+        if not data or self._reset is not None:
             return
         self._parts.append(data)
-        self.size += len(data)
+        if self._held is not None:
+            self._held.add(len(data))
         if self._replay is not None:
-            if self.size <= self._replay_limit:
-                self._replay.append(data)
-            else:
-                self._replay = None
+            self._keep(self._replay, data)
+        self.size += len(data)
         if self.size - self.acknowledged >= WINDOW:
             self._space.clear()
         self._wake()
@@ -209,15 +254,51 @@ class Outgoing:
         self.ended = True
         self._wake()
 
-    def replay(self, wake: Callable[[], None]) -> Outgoing | None:
-        """Return a copy that begins at offset 0; None if the bytes are no longer kept."""
+    def _keep(self, replay: list[bytes], data: bytes) -> None:
+        budget = self._replays
+        if self.size + len(data) > self._replay_limit or (
+            budget is not None and budget.used + len(data) > budget.limit
+        ):
+            self.drop_replay()
+            return
+        replay.append(data)
+        if budget is not None:
+            budget.add(len(data))
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether all bytes are kept for `move`."""
+        return self._replay is not None
+
+    def drop_replay(self) -> None:
+        """Forget the bytes that are kept for `move`."""
+        if self._replay is not None and self._replays is not None:
+            self._replays.add(-self.size)
+        self._replay = None
+
+    def move(self, wake: Callable[[], None]) -> Outgoing | None:
+        """Return a successor that begins at offset 0 again; None if the bytes are no longer kept.
+
+        Writers that wait for space here continue, and then wait at the successor.
+        """
         if self._replay is None:
             return None
-        again = Outgoing(wake, replay_limit=self._replay_limit)
-        for part in self._replay:
+        kept = self._replay
+        self.drop_replay()
+        again = Outgoing(wake, held=self._held, replay_limit=self._replay_limit, replays=self._replays)
+        for part in kept:
             again.append(part)
         again.ended = self.ended
+        self._parts.clear()
+        self._space.set()
         return again
+
+    def release(self) -> None:
+        """Give back what the budgets count; later bytes are not counted."""
+        self.drop_replay()
+        if self._held is not None:
+            self._held.add(self.acknowledged - self.size)
+            self._held = None
 
     @property
     def has_frames(self) -> bool:
@@ -243,6 +324,8 @@ class Outgoing:
         """Forget bytes that the reader has consumed."""
         if not self.acknowledged <= offset <= self.size:
             raise WireError(f"ACK of byte {offset}, outside {self.acknowledged}..{self.size}")
+        if self._held is not None:
+            self._held.add(self.acknowledged - offset)
         self.acknowledged = offset
         while self._parts and self._first + len(self._parts[0]) <= offset:
             self._first += len(self._parts.popleft())
@@ -276,9 +359,12 @@ class Outgoing:
 class Incoming:
     """Bytes of one direction at their reader."""
 
-    def __init__(self, wake: Callable[[], None]) -> None:
-        """`wake` is called when an ACK is due."""
+    def __init__(self, wake: Callable[[], None], *, held: ByteBudget | None = None) -> None:
+        """`wake` is called when an ACK is due. `held` counts bytes until the read after theirs."""
         self._wake = wake
+        self._held = held
+        self._counted = 0  # bytes in `held`
+        self._unsettled = 0  # bytes that came and went since
         self._parts: deque[bytes] = deque()
         self.received = 0
         self.consumed = 0
@@ -296,6 +382,8 @@ class Incoming:
                 raise WireError(f"stream {frame.stream} exceeds its window of {WINDOW} bytes")
             self._parts.append(fresh)
             self.received += len(fresh)
+            self._unsettled += len(fresh)
+            self._settle()
         if frame.end:
             self.ended = True
         self._arrived.set()
@@ -307,11 +395,13 @@ class Incoming:
 
     async def read(self) -> bytes | None:
         """Return the next bytes; None at the end. Raises StreamReset."""
+        self._unsettled = self.received - self.consumed - self._counted  # it is done with the last bytes
+        self._settle()
         while not self._parts:
-            if self._error is not None:
-                raise self._error
             if self.ended:
                 return None
+            if self._error is not None:
+                raise self._error
             self._arrived.clear()
             await self._arrived.wait()
         data = self._parts.popleft() if len(self._parts) == 1 else b"".join(self._parts)
@@ -320,6 +410,19 @@ class Incoming:
         if self.ack_due:
             self._wake()
         return data
+
+    def _settle(self) -> None:
+        """Count bytes in steps, since most responses come and go in small parts."""
+        if self._held is not None and abs(self._unsettled) >= COUNT_EVERY:
+            self._held.add(self._unsettled)
+            self._counted += self._unsettled
+            self._unsettled = 0
+
+    def release(self) -> None:
+        """Give back what the budget counts; later bytes are not counted."""
+        if self._held is not None:
+            self._held.add(-self._counted)
+            self._held = None
 
     def unread(self) -> bytes:
         """Bytes that have arrived and were not read."""
@@ -358,15 +461,29 @@ class Incoming:
 class Stream:
     """One request and its response, at either end."""
 
-    def __init__(self, id: int, wake: Callable[[Stream], None], *, replay_limit: int = 0) -> None:
+    def __init__(
+        self,
+        id: int,
+        wake: Callable[[Stream], None],
+        *,
+        held: ByteBudget | None = None,
+        replay_limit: int = 0,
+        replays: ByteBudget | None = None,
+    ) -> None:
+        """See `Outgoing` and `Incoming` for the budgets."""
         self.id = id
-        self.outgoing = Outgoing(lambda: wake(self), replay_limit=replay_limit)
-        self.incoming = Incoming(lambda: wake(self))
+        self.outgoing = Outgoing(lambda: wake(self), held=held, replay_limit=replay_limit, replays=replays)
+        self.incoming = Incoming(lambda: wake(self), held=held)
 
     def reset(self, reason: str) -> None:
         """End both directions: their users get StreamReset."""
         self.outgoing.reset(reason)
         self.incoming.fail(StreamReset(reason))
+
+    def release(self) -> None:
+        """Give back what budgets count."""
+        self.outgoing.release()
+        self.incoming.release()
 
 
 class Multiplexer:
@@ -379,6 +496,9 @@ class Multiplexer:
         self._awake = asyncio.Event()
 
     def wake(self, stream: Stream) -> None:
+        """Send frames of a stream, unless it was removed: its number may be another stream's by now."""
+        if self.streams.get(stream.id) is not stream:
+            return
         self._waiting[stream] = None
         self._awake.set()
 
@@ -430,8 +550,11 @@ class Multiplexer:
 
     def _next_message(self) -> bytes:
         """Collect frames: control frames first, then one chunk of each stream in turn."""
-        parts = [self._control.popleft().encode() for _ in range(len(self._control))]
-        size = sum(map(len, parts))
+        parts: list[bytes] = []
+        size = 0
+        while self._control and size < MESSAGE:
+            parts.append(self._control.popleft().encode())
+            size += len(parts[-1])
         while self._waiting and size < MESSAGE:
             stream = next(iter(self._waiting))
             del self._waiting[stream]

@@ -41,6 +41,10 @@ class RelayLimitSettings(SettingsGroup, frozen=True, kw_only=True):
     """Connections of agents."""
     max_connections_per_address: Count = 16_384
     """Connections of one address; raise it if a proxy in front of the relay has all of them."""
+    max_held_mb: Count = 768
+    """MiB of requests and responses that the relay holds; above it new requests get 503."""
+    max_held_mb_per_cluster: Count = 512
+    """MiB of requests and responses that the relay holds for one cluster."""
     hold_timeout_s: Positive = 30.0
     """Seconds that a request waits for a gateway that is not connected."""
     resume_timeout_s: Positive = 60.0
