@@ -167,10 +167,10 @@ class RunEvidence:
     def grouped(self, rollouts: Sequence[RolloutFacts] | None = None) -> list[list[RolloutFacts]]:
         """Rollouts by group, in the order of the run, without greedy ones; by default all."""
         groups: dict[str, list[RolloutFacts]] = {}
-        found = self.rollouts if rollouts is None else rollouts
+        selected = self.rollouts if rollouts is None else rollouts
         if self.rollout is not None:
-            found = _rollouts(self.run, group=self.rollout.group_id)
-        for rollout in found:
+            selected = _rollouts(self.run, group=self.rollout.group_id)
+        for rollout in selected:
             if not rollout.greedy:
                 groups.setdefault(rollout.group_id, []).append(rollout)
         return list(groups.values())
