@@ -868,6 +868,6 @@ def find_run(runs: Path, name: str, kind: str = "") -> RunDirectory:
         raise UsageError(
             f"unknown run {name!r}; did you mean {', '.join(near)}? `afield runs` lists all runs"
         )
-    shown = ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
-    choices = f"the newest runs under {runs} are: {shown}" if names else f"there are none under {runs}"
+    listing = ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
+    choices = f"the newest runs under {runs} are: {listing}" if names else f"there are none under {runs}"
     raise UsageError(f"unknown run {name!r}; {choices}")

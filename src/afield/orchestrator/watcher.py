@@ -240,14 +240,14 @@ class AttemptWatcher:
         """Sessions without heartbeats that their runtime reports as running."""
         if not self._runtime.capabilities.tells_end:
             return set()
-        silent = [
+        lost = [
             running
             for session_id, running in self.running.items()
             if heartbeat_lost(self._config.deadlines, running.progress, states.get(session_id))
         ]
-        phases = await asyncio.gather(*map(self._phase, silent))
+        phases = await asyncio.gather(*map(self._phase, lost))
         there = (Phase.STARTING, Phase.RUNNING)
-        return {r.session_id for r, phase in zip(silent, phases, strict=True) if phase in there}
+        return {r.session_id for r, phase in zip(lost, phases, strict=True) if phase in there}
 
     async def _phase(self, running: RunningAttempt) -> Phase:
         try:
