@@ -166,8 +166,8 @@ class UiApp:
             cookie = f"{self._cookie}={self._key}; Path=/; HttpOnly; SameSite=Lax"
             return Answer(b"", "text/plain", 303, ((b"location", b"/"), (b"set-cookie", cookie.encode())))
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        given = (token if scheme.lower() == "bearer" else "", self._cookie_of(headers))
-        if not any(map(self._matches, given)):
+        tokens = (token if scheme.lower() == "bearer" else "", self._cookie_of(headers))
+        if not any(map(self._matches, tokens)):
             return error_answer(401, "the key is missing: open the address that `afield ui` printed")
         return None
 

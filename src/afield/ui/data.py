@@ -193,20 +193,20 @@ class RunData:
             raise DamagedFile(f"rollout {rollout_id} cannot be read from {path}: {error}") from error
         rollout = loaded(row, record)
         try:
-            found = self._index.read_record(row)
+            training = self._index.read_record(row)
         except DamagedFile as error:
             return msgspec.structs.replace(rollout, training_error=str(error))
-        return msgspec.structs.replace(rollout, training=aligned(found, rollout)) if found else rollout
+        return msgspec.structs.replace(rollout, training=aligned(training, rollout)) if training else rollout
 
     # --- the run itself ----------------------------------------------------------------------------
 
     def settings(self) -> dict[str, Any]:
         """Settings from run.json and info.json that are safe to show."""
         saved = self._described()
-        shown = {name: saved.get(name) for name in STATE_FIELDS}
+        settings = {name: saved.get(name) for name in STATE_FIELDS}
         return {
             name: value
-            for name, value in shown.items()
+            for name, value in settings.items()
             if value != "" and isinstance(value, int if name in NUMBER_FIELDS else str)
         }
 
