@@ -146,7 +146,7 @@ class DecodeCall:
         self.prompt_tops: list[Top] | None = None if ask.prompt_logprobs is None else []
         self.stop_ids = frozenset(ask.stop_ids)
         self.uniform = random.Random(ask.seed).random
-        self.asked = time.monotonic()
+        self.queued_at = time.monotonic()
         self.queued_s = 0.0
         self.next_chunk = 0.0
 
@@ -270,7 +270,7 @@ class Decoder:
             if request.prompt_tops is not None:  # prompt log-probabilities need every prompt id computed
                 self._slots.restart(request.slot)
                 reused = 0
-            request.queued_s = time.monotonic() - request.asked
+            request.queued_s = time.monotonic() - request.queued_at
             self._running.append(request)
             admitted.append((request.length, reused))
         return admitted
