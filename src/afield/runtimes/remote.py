@@ -155,11 +155,11 @@ class RemoteRuntime(BaseRuntime):
         session_id = attempt.session_id
         if self._attempts.is_running(session_id):
             return None if session_id in self._searches else True
-        sighting = await self._locate(session_id)
-        if sighting.absent or not self._attempts.begin(session_id):
+        location = await self._locate(session_id)
+        if location.absent or not self._attempts.begin(session_id):
             return self._attempts.is_running(session_id)
-        if sighting.server:
-            sighting.server.accept(session_id, sighting.instance)
+        if location.server:
+            location.server.accept(session_id, location.instance)
             return True
         self._searches[session_id] = self._group.create_task(self._search(session_id))
         self._searches[session_id].add_done_callback(lambda _: self._searches.pop(session_id, None))
@@ -176,19 +176,19 @@ class RemoteRuntime(BaseRuntime):
         self._attempts.record_stop(session_id)
         if session_id in self._attempts.launches:
             return  # `_launch` deletes the session once a server has accepted it.
-        having = [address for address in self._servers if session_id in address.accepted]
-        for address in having:
+        holders = [address for address in self._servers if session_id in address.accepted]
+        for address in holders:
             address.release(session_id)
-        await asyncio.gather(*(self._delete(address, attempt) for address in having or self._servers))
+        await asyncio.gather(*(self._delete(address, attempt) for address in holders or self._servers))
 
     async def status(self, attempt: Attempt) -> SessionStatus:
         """Also finds attempts of other processes, on servers that list their sessions."""
         session_id = attempt.session_id
         if self._attempts.is_running(session_id):
             return self._status(session_id)
-        sighting = await self._locate(session_id)
-        if sighting.server:
-            return SessionStatus(session_id=session_id, phase=Phase.RUNNING, where=sighting.server.url)
+        location = await self._locate(session_id)
+        if location.server:
+            return SessionStatus(session_id=session_id, phase=Phase.RUNNING, where=location.server.url)
         return self._attempts.status(session_id)
 
     async def list(self) -> list[SessionStatus]:
@@ -199,9 +199,9 @@ class RemoteRuntime(BaseRuntime):
         return ""
 
     def _status(self, session_id: str) -> SessionStatus:
-        having = [address.url for address in self._servers if session_id in address.accepted]
+        holders = [address.url for address in self._servers if session_id in address.accepted]
         starting = session_id in self._attempts.launches
-        return self._attempts.status(session_id, having[0] if having else "", starting=starting)
+        return self._attempts.status(session_id, holders[0] if holders else "", starting=starting)
 
     # --- launching -------------------------------------------------------------------------------
 
@@ -217,7 +217,7 @@ class RemoteRuntime(BaseRuntime):
         """Post to the least loaded server that is reachable and accepts."""
         session_id = attempt.session_id
         left = list(self._servers)
-        silent: list[str] = []
+        failures: list[str] = []
         busy: list[RateLimited] = []
         while left and self._attempts.is_running(session_id):
             now = asyncio.get_running_loop().time()
@@ -230,16 +230,16 @@ class RemoteRuntime(BaseRuntime):
                 return address
             except NOT_CONNECTED as error:
                 address.avoided_until = now + AVOIDED_S
-                silent.append(f"{address.url}: {_describe(error)}")
+                failures.append(f"{address.url}: {_describe(error)}")
             except RateLimited as error:
                 busy.append(error)
             finally:
                 address.reserved.discard(session_id)
         self._attempts.check_not_stopped(session_id)
         if busy:
-            asked = [error.retry_after_s for error in busy if error.retry_after_s is not None]
-            raise RateLimited(str(busy[0]), min(asked, default=None))
-        message = f"no address takes {session_id}: {'; '.join(silent)}"
+            waits = [error.retry_after_s for error in busy if error.retry_after_s is not None]
+            raise RateLimited(str(busy[0]), min(waits, default=None))
+        message = f"no address takes {session_id}: {'; '.join(failures)}"
         raise InfrastructureFailure(message, Reason.LAUNCH)
 
     async def _post(self, address: AgentServer, attempt: Attempt, payload: dict[str, Any]) -> str:
@@ -307,32 +307,32 @@ class RemoteRuntime(BaseRuntime):
 
     async def _locate(self, session_id: str) -> SessionLocation:
         answers = await asyncio.gather(*(self._recent_ping(address) for address in self._servers))
-        silent: list[str] = []
+        unreachable: list[str] = []
         vague = False
         for address, message in zip(self._servers, answers, strict=True):
             if message is None:
-                silent.append(address.url)
+                unreachable.append(address.url)
             elif message.active is None:
                 vague |= message.status != "Healthy"
             elif session_id in message.active:
                 return SessionLocation(server=address, instance=message.instance)
-        return SessionLocation(unreachable=silent, ambiguous=vague)
+        return SessionLocation(unreachable=unreachable, ambiguous=vague)
 
     async def _search(self, session_id: str) -> None:
         loop = asyncio.get_running_loop()
         heard_at = loop.time()
         while self._attempts.is_running(session_id):
             await asyncio.sleep(self._poll_s)
-            sighting = await self._locate(session_id)
-            if sighting.server:
-                sighting.server.accept(session_id, sighting.instance)
+            location = await self._locate(session_id)
+            if location.server:
+                location.server.accept(session_id, location.instance)
                 return
-            if sighting.absent:
+            if location.absent:
                 self._attempts.record_exit(session_id, Exit())
-            elif not sighting.unreachable:
+            elif not location.unreachable:
                 heard_at = loop.time()
             elif loop.time() - heard_at >= self._unreachable_s:
-                message = f"{session_id} is not to be found; silent: {', '.join(sighting.unreachable)}"
+                message = f"{session_id} is not to be found; silent: {', '.join(location.unreachable)}"
                 self._attempts.record_exit(session_id, failed_exit(message, Reason.DIED))
 
     async def _recent_ping(self, address: AgentServer) -> PingResponse | None:

@@ -85,9 +85,9 @@ async def create_actor(
     """
 
     def make() -> Any:
-        asked: dict[str, Any] = {**need.actor_options, "scheduling_strategy": "SPREAD"}
+        options: dict[str, Any] = {**need.actor_options, "scheduling_strategy": "SPREAD"}
         if runtime_env and not cluster.owned:
-            asked["runtime_env"] = dict(runtime_env)
+            options["runtime_env"] = dict(runtime_env)
         actor: Any = ray_module().remote(ForkServerActor)
         return actor.options(
             name=name,
@@ -95,7 +95,7 @@ async def create_actor(
             max_restarts=0,
             max_task_retries=0,
             max_concurrency=10_000,
-            **asked,
+            **options,
         ).remote(settings)
 
     try:
