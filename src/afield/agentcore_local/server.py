@@ -210,10 +210,10 @@ class LocalAgentCoreApp:
     # --- routes ----------------------------------------------------------------------------------
 
     def _route(self, request: ApiRequest) -> tuple[str, Callable[[], Any]]:
-        for (method, end), (name, asked) in self._asked.items():
+        for (method, end), (name, handler) in self._asked.items():
             if request.method == method and request.path.endswith(end):
                 arn = unquote(request.path.removeprefix("/runtimes/").removesuffix(end))
-                return name, partial(asked, request, arn)
+                return name, partial(handler, request, arn)
         if is_log_request(request):
             return "FilterLogEvents", partial(answer_logs, request, self._folder)
         name, make = self._control_route(request)

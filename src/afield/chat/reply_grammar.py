@@ -401,7 +401,7 @@ def _harmony(
         text(*HARMONY_ENDS, limit=budget),
         "<|end|><|start|>assistant",
     )
-    asked: list[Element] = [
+    endings: list[Element] = [
         spelled(
             f"<|channel|>commentary to=functions.{call.name} <|constrain|>json<|message|>",
             json_value(call.schema, *HARMONY_ENDS),
@@ -410,5 +410,5 @@ def _harmony(
     ]
     if not forced:
         final = _without(output, *HARMONY_ENDS) if output else text(*HARMONY_ENDS)
-        asked.append(spelled("<|channel|>final<|message|>", final))
-    return sequence(maybe(thoughts) if thinks and budget != 0 else None, either(asked))
+        endings.append(spelled("<|channel|>final<|message|>", final))
+    return sequence(maybe(thoughts) if thinks and budget != 0 else None, either(endings))

@@ -120,8 +120,8 @@ class _Reader:
             self._add(instruction)
         if not self._stages:
             raise self._error(1, "there is no FROM")
-        made = [step for step in self._steps if not isinstance(step, Run)]
-        paths = (step.destination if isinstance(step, Copy) else step.path for step in made)
+        file_steps = [step for step in self._steps if not isinstance(step, Run)]
+        paths = (step.destination if isinstance(step, Copy) else step.path for step in file_steps)
         return Build(
             file=self._file,
             steps=tuple(self._steps),

@@ -186,11 +186,11 @@ def _placements(
             # Sharing is for a trainer that needs every GPU.
             if engines < 1 or (colocated and trainers < gpus.count):
                 continue
-            found = place(model, gpus, workload, trainers, engines, colocated=colocated)
-            if isinstance(found, PlacementPlan):
-                fits.append(found)
+            result = place(model, gpus, workload, trainers, engines, colocated=colocated)
+            if isinstance(result, PlacementPlan):
+                fits.append(result)
             else:
-                refused.append(found)
+                refused.append(result)
     return fits, refused
 
 

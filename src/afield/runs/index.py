@@ -329,13 +329,13 @@ class RunIndex:
         )
         try:
             with database.transaction() as connection:
-                (found,) = connection.execute("PRAGMA user_version").fetchone()
-                if not found and not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
+                (file_format,) = connection.execute("PRAGMA user_version").fetchone()
+                if not file_format and not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
                     for statement in SCHEMA.split(";"):
                         connection.execute(statement)
                     connection.execute(f"PRAGMA user_version={FORMAT}")
-                elif found != FORMAT:
-                    raise DamagedFile(f"its format is {found}, not {FORMAT}")
+                elif file_format != FORMAT:
+                    raise DamagedFile(f"its format is {file_format}, not {FORMAT}")
                 connection.execute("SELECT max(seq) FROM rollouts")
         except BaseException:
             database.close()
