@@ -53,12 +53,16 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class Answer(Struct, frozen=True):
-    """Body of a response."""
+    """HTTP response."""
 
     body: bytes
+    """Bytes of the body."""
     content_type: str
+    """Value of the content-type header."""
     status: int = 200
+    """HTTP status; 200 by default."""
     headers: tuple[tuple[bytes, bytes], ...] = ()
+    """Further headers, as names and values; none by default."""
 
 
 def json_answer(value: Any, status: int = 200) -> Answer:
