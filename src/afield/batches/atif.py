@@ -89,7 +89,7 @@ def write_atif(
 def to_atif(
     finished: RolloutResult, record: RolloutRecord, agent: dict[str, Any], number: int = 0
 ) -> dict[str, Any]:
-    """One rollout as an ATIF document."""
+    """Rollout as an ATIF document."""
     owned = owned_turns(finished)
     turns = finished.turns
     if not turns and record.trains:  # the rollout was read from rows
