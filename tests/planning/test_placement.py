@@ -10,7 +10,7 @@ from msgspec import structs
 
 from afield.errors import UsageError
 from afield.planning.architecture import architecture_of
-from afield.planning.placement import Gpus, Plan, Workload, make_plan, parse_gpus, toml
+from afield.planning.placement import Gpus, MemoryPlan, Workload, make_plan, parse_gpus, toml
 from afield.settings.train import train_config
 
 SEVEN: dict[str, Any] = {
@@ -36,7 +36,7 @@ EXPERTS: dict[str, Any] = SEVEN | {
 }
 
 
-def planned(gpus: str, config: dict[str, Any] = SEVEN, **workload: Any) -> Plan:
+def planned(gpus: str, config: dict[str, Any] = SEVEN, **workload: Any) -> MemoryPlan:
     return make_plan(architecture_of(config, "model"), parse_gpus(gpus), Workload(**workload))
 
 

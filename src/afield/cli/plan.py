@@ -14,8 +14,8 @@ from afield.errors import UsageError
 from afield.planning.architecture import read_architecture
 from afield.planning.placement import (
     EngineKind,
+    MemoryPlan,
     PlacementPlan,
-    Plan,
     Workload,
     gib,
     make_plan,
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if plan.fits else 1
 
 
-def lines(plan: Plan) -> Iterator[str]:
+def lines(plan: MemoryPlan) -> Iterator[str]:
     """The plan for people."""
     model = plan.model
     kind = f"{model.experts} experts, {model.experts_per_token} at a time, " if model.experts else ""

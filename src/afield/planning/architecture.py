@@ -181,8 +181,8 @@ def read_architecture(model: Path) -> Architecture:
     if counted and all(abs(counted - n) > TOLERANCE * n for n in (architecture.parameters, twice)):
         raise UsageError(
             f"{model}: its tensors have {counted:,} elements, but config.json describes"
-            f" {architecture.parameters:,} parameters of {architecture.name}; plan for a directory whose files"
-            " belong together"
+            f" {architecture.parameters:,} parameters of {architecture.name}; plan for a directory whose"
+            " files belong together"
         )
     return architecture
 
