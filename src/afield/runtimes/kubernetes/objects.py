@@ -287,7 +287,7 @@ def _pod(options: KubernetesOptions, image: str) -> dict[str, Any]:
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": GRACE_S,
         "securityContext": security,
-        "tolerations": [_patience("not-ready"), _patience("unreachable")],
+        "tolerations": [_toleration("not-ready"), _toleration("unreachable")],
         "containers": [_container(options, image)],
     }
     if options.service_account:
@@ -340,7 +340,7 @@ def _resources(limits: ResourceLimits) -> dict[str, str]:
     return requests
 
 
-def _patience(what: str) -> dict[str, Any]:
+def _toleration(what: str) -> dict[str, Any]:
     return {
         "key": f"node.kubernetes.io/{what}",
         "operator": "Exists",
