@@ -85,7 +85,7 @@ class HttpGateway:
     ) -> None:
         self._url = url.rstrip("/")
         self._admin_key = admin_key
-        self._patience_s = unavailable_timeout_s
+        self._unavailable_timeout_s = unavailable_timeout_s
         self._delivers = delivers
 
     async def __aenter__(self) -> Self:
@@ -233,7 +233,7 @@ class HttpGateway:
         timeout_s: float = TIMEOUT_S,
     ) -> T:
         data = msgspec.json.encode(body) if body is not None else None
-        deadline = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + self._unavailable_timeout_s
         limit = aiohttp.ClientTimeout(total=timeout_s)
         while True:
             try:

@@ -234,9 +234,9 @@ class GatewayPool:
         if not ready:
             raise Unavailable("; ".join(f"{member}: {member.problem}" for member in self._members))
         home = min(ready, key=lambda member: len(member.sessions))
-        return self._settle(session_id, home)
+        return self._assign(session_id, home)
 
-    def _settle(self, session_id: str, home: PooledGateway) -> PooledGateway:
+    def _assign(self, session_id: str, home: PooledGateway) -> PooledGateway:
         self._homes[session_id] = home
         home.sessions.add(session_id)
         return home
@@ -251,7 +251,7 @@ class GatewayPool:
         except NotFound:
             return
         if state.phase not in ENDED and session_id not in self._homes:
-            self._settle(session_id, home)
+            self._assign(session_id, home)
 
     async def _search(self, session_id: str) -> tuple[PooledGateway, SessionState]:
         """Ask all gateways for a session; raises Unavailable if one that may have it is being replaced."""
