@@ -65,7 +65,7 @@ class Finish(Struct):
     """Finish reason of a call."""
 
     type: str
-    """One of stop, length and abort."""
+    """Finish reason: stop, length or abort."""
     message: str = ""
     """Reason of an abort."""
     status_code: int | None = None
