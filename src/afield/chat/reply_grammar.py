@@ -85,7 +85,7 @@ def sequence(*elements: Element | None) -> Element:
 
 
 def either(elements: Sequence[Element]) -> Element:
-    """One of the elements."""
+    """Alternation of the elements."""
     return elements[0] if len(elements) == 1 else {"type": "or", "elements": list(elements)}
 
 
@@ -127,7 +127,7 @@ def ebnf(source: str) -> Element:
 
 
 def choice(values: Sequence[str]) -> Element:
-    """One of the literal texts."""
+    """Alternation of the literal texts."""
     return either([{"type": "const_string", "value": value} for value in values])
 
 

@@ -34,10 +34,10 @@ class ClientCall(Struct, frozen=True):
 
 
 class ClientMessage(Struct, frozen=True, kw_only=True):
-    """One message as the client sent it."""
+    """Message as the client sent it."""
 
     role: str
-    """One of system, user, assistant, tool."""
+    """Author: system, user, assistant or tool."""
     content: str = ""
     """Text with all parts joined."""
     reasoning: str = ""

@@ -124,7 +124,7 @@ class HarborConfig(Struct, frozen=True, kw_only=True):
 
 
 class HarborTask(Struct, frozen=True, kw_only=True):
-    """One task directory."""
+    """Task directory in the Harbor format."""
 
     id: str
     """Name of the directory, relative to the scanned one, with `/` as `--`."""

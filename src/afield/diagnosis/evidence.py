@@ -109,11 +109,11 @@ class Finding(Struct, frozen=True, kw_only=True):
     stage: Stage = "infrastructure"
     """Stage of the run that is broken."""
     problem: str
-    """What is wrong, in one sentence."""
+    """Problem, in one sentence."""
     evidence: tuple[str, ...] = ()
     """Figures, one per line."""
     remedy: str
-    """What to do; names a setting or a command."""
+    """Remedy; names a setting or a command."""
     rollouts: tuple[str, ...] = ()
     """Rollouts that show it."""
     files: tuple[str, ...] = ()

@@ -142,7 +142,7 @@ class ClientExit(Struct, frozen=True):
 
 
 class ClientReport(Struct, frozen=True, kw_only=True):
-    """What a client reports about its run."""
+    """Report of a client about its run."""
 
     answer: str = ""
     """Last message of the agent."""

@@ -222,7 +222,7 @@ class GroupRewards:
                 coroutine.cancel()
 
     def _own_loop(self) -> asyncio.AbstractEventLoop:
-        """One loop for all calls, so that clients of the function keep their connections."""
+        """Event loop of all calls, so that clients of the function keep their connections."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()

@@ -65,7 +65,7 @@ class FrameType(IntEnum):
 
 
 class Frame(NamedTuple):
-    """One frame of a stream."""
+    """Frame of a stream."""
 
     type: FrameType
     """Kind of the frame."""
@@ -356,7 +356,7 @@ class Incoming:
 
 
 class Stream:
-    """One request and its response, at either end."""
+    """Request and its response, at either end."""
 
     def __init__(self, id: int, wake: Callable[[Stream], None], *, replay_limit: int = 0) -> None:
         self.id = id

@@ -59,7 +59,7 @@ def integer(query: Query, name: str, default: int) -> int:
 
 
 def run_summary(run: RunData) -> dict[str, Any]:
-    """One line of the list of runs."""
+    """Line of the list of runs."""
     settings = run.settings()
     split = "val" if settings.get("kind") == "eval" else "train"
     [row] = run.query(
