@@ -292,7 +292,7 @@ class ControlPlane:
         runtime.tags.update(options.tags)
         self._runtimes[runtime.id] = runtime
         self._later(self._make_ready(runtime, runtime.newest))
-        return 202, self._made(runtime)
+        return 202, self._creation_response(runtime)
 
     def _once(self, what: str, token: str | None, body: bytes, do: Callable[[], Reply]) -> Reply:
         parsed = msgspec.json.decode(body or b"{}")
@@ -318,7 +318,7 @@ class ControlPlane:
         image = image_of(options.agent_runtime_artifact, self._images, self._account.code_root)
         version = runtime.update(options, image)
         self._later(self._make_ready(runtime, version))
-        return 202, {**self._made(runtime), "lastUpdatedAt": version.updated}
+        return 202, {**self._creation_response(runtime), "lastUpdatedAt": version.updated}
 
     def get(self, runtime_id: str, version: str | None) -> Reply:
         runtime = self.find(runtime_id)
@@ -357,7 +357,7 @@ class ControlPlane:
         rows = [runtime.summary(version) for version in reversed(runtime.versions.values())]
         return 200, _page("agentRuntimes", rows, query)
 
-    def _made(self, runtime: LocalAgentRuntime) -> dict[str, Any]:
+    def _creation_response(self, runtime: LocalAgentRuntime) -> dict[str, Any]:
         return {
             "agentRuntimeArn": runtime.arn,
             "agentRuntimeId": runtime.id,

@@ -377,7 +377,7 @@ class RolloutClient:
             results = [self._ended(outcome.rollout_id) for outcome in outcomes]
             for result, outcome in zip(results, outcomes, strict=True):
                 if not _pending(result) and result.outcome != outcome:
-                    has, wanted = _shown(result.outcome), _shown(outcome)
+                    has, wanted = _reward_text(result.outcome), _reward_text(outcome)
                     message = f"rollout {outcome.rollout_id} has the reward {has}, and the first one counts"
                     raise Conflict(f"{message}; {wanted} is refused")
             give_rewards(self._run_state, self._rollout_store, outcomes)
@@ -537,7 +537,7 @@ def _pending(result: RolloutResult) -> bool:
     return result.outcome.reward_pending
 
 
-def _shown(outcome: Outcome) -> str:
+def _reward_text(outcome: Outcome) -> str:
     return f"{outcome.reward} {outcome.rewards or ''}".rstrip()
 
 

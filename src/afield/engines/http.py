@@ -132,7 +132,7 @@ class EngineHttpClient:
         idle_timer = IdleTimer(
             idle_s,
             self._held if still else lambda: False,
-            late=lambda: connection.fail(Unavailable(self._silent(idle_s))),
+            late=lambda: connection.fail(Unavailable(self._idle_message(idle_s))),
         )
         try:
             try:
@@ -158,7 +158,7 @@ class EngineHttpClient:
             problem = error.strerror or str(error) or "it did not answer in time"
             raise Unavailable(f"cannot connect to {self.url}: {problem}") from error
 
-    def _silent(self, idle_s: float) -> str:
+    def _idle_message(self, idle_s: float) -> str:
         return f"{self.url} sent nothing for {idle_s:g} s; restart it if it hangs, or raise its idle timeout"
 
     def _check(self, status: int, data: bytes) -> None:

@@ -184,14 +184,14 @@ class HttpGateway:
         Repeating is harmless; another value for the same raises Conflict.
         """
         body = {"reward": reward, "name": name, "turn": None if turn is None else str(turn)}
-        return await self._ask("POST", f"/sessions/{session_id}/reward", SessionState, _given(body))
+        return await self._ask("POST", f"/sessions/{session_id}/reward", SessionState, _without_none(body))
 
     async def complete(
         self, session_id: str, *, reward: float | None = None, metrics: Mapping[str, float] | None = None
     ) -> SessionState:
         """Ends a session: it gets no new model calls, and running ones finish. Idempotent."""
         body = {"reward": reward, "metrics": metrics}
-        return await self._ask("POST", f"/sessions/{session_id}/complete", SessionState, _given(body))
+        return await self._ask("POST", f"/sessions/{session_id}/complete", SessionState, _without_none(body))
 
     async def wait(self, session_id: str, timeout_s: float = 30.0) -> SessionState:
         """Returns the state of a session once it is no longer open, or after the timeout."""
@@ -250,7 +250,7 @@ class HttpGateway:
             await asyncio.sleep(0.2)
 
 
-def _given(body: Mapping[str, object]) -> dict[str, object]:
+def _without_none(body: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in body.items() if value is not None}
 
 

@@ -320,7 +320,7 @@ class ActorPool:
     async def _run_actor(self, actor: PooledActor) -> None:
         """Run one actor from its request to its end."""
         try:
-            actor.handle = await self._made(actor)
+            actor.handle = await self._create_actor(actor)
             await self._serve(actor, actor.handle)
         except (ActorLost, UsageError) as error:
             actor.problem = str(error)
@@ -342,7 +342,7 @@ class ActorPool:
         self._retry_at = asyncio.get_running_loop().time() + self._backoff.advance()
         self._problem = problem
 
-    async def _made(self, actor: PooledActor) -> ActorHandle:
+    async def _create_actor(self, actor: PooledActor) -> ActorHandle:
         try:
             self._need = resource_request(self._options, await self._cluster.run(self._cluster.nodes))
         except UsageError:
