@@ -424,9 +424,9 @@ def evaluation(criteria: Criteria, cwd: Path) -> dict[str, Any]:
 def why(criteria: Criteria, cwd: Path) -> dict[str, Any]:
     """Diagnosis: each class is found first in a run that is really broken; healthy runs give no alarm."""
     result = run_benchmark("why", "--json")
-    classes, found = result["classes"], result["found_first"]
+    classes, diagnosed = result["classes"], result["found_first"]
     criteria.check("classes", classes, classes >= 18, ">= 18")
-    criteria.check("broken runs whose class is found first", found, found == classes, f"{classes}")
+    criteria.check("broken runs whose class is found first", diagnosed, diagnosed == classes, f"{classes}")
     criteria.check("false alarms", result["false_alarms"], result["false_alarms"] == 0, "0")
     return {"why": result}
 

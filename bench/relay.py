@@ -285,7 +285,7 @@ async def break_things(relay: Program, kills: int, cuts: int) -> None:
             await relay.start()
 
 
-def compare(ended: list[dict[str, Any]], shown: list[Any], record: Path, turns: int) -> dict[str, Any]:
+def compare(ended: list[dict[str, Any]], records: list[Any], record: Path, turns: int) -> dict[str, Any]:
     """Compare turns with the engine's record: wrong tokens, and generations that no client received."""
     calls: dict[str, list[Any]] = defaultdict(list)
     for line in record.read_text().splitlines():
@@ -293,7 +293,7 @@ def compare(ended: list[dict[str, Any]], shown: list[Any], record: Path, turns: 
         calls[entry["session_id"]].append(entry)
     failed = [one["id"] for one in ended if one["failed"]]
     wrong, duplicates = [], 0
-    for one, answer in zip(ended, shown, strict=True):
+    for one, answer in zip(ended, records, strict=True):
         committed = [turn for turn in answer["turns"] if turn["status"] == "committed"]
         sampled = [(call["token_ids"], call["logprobs"]) for call in calls[one["id"]]]
         duplicates += max(0, len(sampled) - turns)
@@ -357,10 +357,10 @@ async def run(sessions: int, turns: int, tool_s: float, kills: int, cuts: int) -
             in_time = breaking.done()
             await breaking
             everything = [*latency, *ended]
-            shown = await call(
+            records = await call(
                 CLUSTER, "admin", [["GET", f"/sessions/{one['id']}/turns", None] for one in everything]
             )
-            result = compare(everything, shown, record, turns)
+            result = compare(everything, records, record, turns)
             if result["failed"] or result["wrong"] or result["duplicates"]:
                 for name in ("relay.log", "gateway.log"):
                     print((folder / name).read_text()[-4000:], file=sys.stderr)

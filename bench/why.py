@@ -465,12 +465,12 @@ class Outcome(NamedTuple):
     """What `afield why` said about a run."""
 
     case: Case
-    found: list[str]
+    names: list[str]
     seconds: float
 
     @property
     def ok(self) -> bool:
-        return not self.found if self.case.name == "healthy" else self.found[:1] == [self.case.name]
+        return not self.names if self.case.name == "healthy" else self.names[:1] == [self.case.name]
 
 
 def run_case(case: Case, root: Path) -> Outcome:
@@ -479,13 +479,13 @@ def run_case(case: Case, root: Path) -> Outcome:
     folder = Folder(root / name)
     try:
         answer = folder.why(case.make(folder))
-        found = [finding["name"] for finding in answer["findings"]]
+        names = [finding["name"] for finding in answer["findings"]]
     except (RunFailed, subprocess.TimeoutExpired) as error:
-        found = [f"error: {error}"]
-    outcome = Outcome(case, found, time.monotonic() - began)
+        names = [f"error: {error}"]
+    outcome = Outcome(case, names, time.monotonic() - began)
     mark = "ok  " if outcome.ok else "MISS"
     print(
-        f"{mark} {case.name} ({case.how}): {', '.join(found) or 'nothing'}  {outcome.seconds:.0f} s",
+        f"{mark} {case.name} ({case.how}): {', '.join(names) or 'nothing'}  {outcome.seconds:.0f} s",
         flush=True,
     )
     return outcome
@@ -508,12 +508,12 @@ def main() -> int:
     broken = [one for one in outcomes if one.case.name != "healthy"]
     names = {one.name for one in CLASSES} & {one.case.name for one in broken}
     missed = {one.case.name for one in broken if not one.ok}
-    false_alarms = sum(len(one.found) for one in outcomes if one.case.name == "healthy")
+    false_alarms = sum(len(one.names) for one in outcomes if one.case.name == "healthy")
     result = {
         "classes": len(CLASSES) if not only else len(names),
         "found_first": len(names - missed),
         "false_alarms": false_alarms,
-        "missed": {f"{one.case.name} ({one.case.how})": one.found for one in broken if not one.ok},
+        "missed": {f"{one.case.name} ({one.case.how})": one.names for one in broken if not one.ok},
     }
     print(json.dumps(result))
     return 0 if result["found_first"] == result["classes"] and not false_alarms else 1

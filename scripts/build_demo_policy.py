@@ -75,9 +75,9 @@ def harnesses() -> list[Harness]:
 
 class Demonstration(NamedTuple):
     harness: int
-    asked: tuple[str, str]  # field, item
+    question: tuple[str, str]  # field, item
     looked_up: tuple[str, str]
-    found: int
+    number: int
     exact: bool
     guess: int | None
 
@@ -87,12 +87,12 @@ def demonstrate(rng: random.Random) -> Demonstration:
     other = next(f for f in TOOL if f != field)
     return Demonstration(
         harness=rng.randrange(len(harnesses())),
-        asked=(field, item),
+        question=(field, item),
         looked_up=(
             field if rng.random() < RIGHT_TOOL else other,
             item if rng.random() < RIGHT_ITEM else rng.choice([i for i in shop.ITEMS if i != item]),
         ),
-        found=rng.choice(shop.NUMBERS),
+        number=rng.choice(shop.NUMBERS),
         exact=rng.random() < EXACT_NUMBER,
         guess=rng.choice(shop.NUMBERS) if rng.random() < NUDGED else None,
     )
@@ -111,18 +111,18 @@ def call(field: str, item: str) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
 
 
-def vague(asked: str, found: int) -> str:
-    return VAGUE[asked].format(number=round(found, -1))
+def vague(field: str, number: int) -> str:
+    return VAGUE[field].format(number=round(number, -1))
 
 
 def conversation(demo: Demonstration) -> list[dict[str, Any]]:
-    (asked, item), harness = demo.asked, harnesses()[demo.harness]
-    messages = [{"role": "system", "content": harness.system}, user(shop.QUESTIONS[asked].format(item=item))]
+    (field, item), harness = demo.question, harnesses()[demo.harness]
+    messages = [{"role": "system", "content": harness.system}, user(shop.QUESTIONS[field].format(item=item))]
     if demo.guess is not None:
-        messages += [assistant(VAGUE[asked].format(number=demo.guess)), user(harness.nudge)]
+        messages += [assistant(VAGUE[field].format(number=demo.guess)), user(harness.nudge)]
     messages.append(call(*demo.looked_up))
-    messages.append({"role": "tool", "content": str(demo.found)})
-    answer = EXACT[asked].format(number=demo.found) if demo.exact else vague(asked, demo.found)
+    messages.append({"role": "tool", "content": str(demo.number)})
+    answer = EXACT[field].format(number=demo.number) if demo.exact else vague(field, demo.number)
     messages.append(assistant(answer))
     return messages
 
@@ -281,14 +281,14 @@ def main() -> None:
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--steps", type=int, default=1400)
     arguments.add_argument("--lr", type=float, default=3e-3)
-    given = arguments.parse_args()
+    options = arguments.parse_args()
     torch.set_num_threads(1)
-    torch.manual_seed(given.seed)
-    rng = random.Random(given.seed)
+    torch.manual_seed(options.seed)
+    rng = random.Random(options.seed)
 
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    template = (given.out / "chat_template.jinja").read_text()
+    template = (options.out / "chat_template.jinja").read_text()
     texts = []
     for _ in range(4000):
         demo = demonstrate(rng)
@@ -296,19 +296,19 @@ def main() -> None:
             [conversation(demo)], tools=harnesses()[demo.harness].tools, chat_template=template
         )
         texts.append(rendered[0])
-    tokenizer = save_tokenizer(texts, given.out)
+    tokenizer = save_tokenizer(texts, options.out)
     print(f"{len(tokenizer)} tokens")
 
     model = build_model(tokenizer)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-    warm_start(model, Renderer(tokenizer), rng, given.steps, given.lr)
+    warm_start(model, Renderer(tokenizer), rng, options.steps, options.lr)
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=1.0,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model.save_pretrained(given.out)
+    model.save_pretrained(options.out)
 
 
 if __name__ == "__main__":

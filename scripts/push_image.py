@@ -70,10 +70,10 @@ def read(file: Path, tag: str | None = None) -> Target:
         values["TAG"] = tag
     if missing := [name for name in SHAPES if not values.get(name)]:
         raise Refused(f"{file} does not say {', '.join(missing)}; .env.example shows how")
-    for name, (shape, told) in SHAPES.items():
+    for name, (shape, rule) in SHAPES.items():
         if not re.fullmatch(shape, values[name], re.ASCII):
             where = "--tag" if name == "TAG" and tag is not None else f"{file}: {name}"
-            raise Refused(f"{where} = {values[name]!r} must be {told}")
+            raise Refused(f"{where} = {values[name]!r} must be {rule}")
     return Target(*(values[name] for name in SHAPES))
 
 
@@ -84,14 +84,14 @@ class Runner:
         self.dry = dry
 
     def __call__(
-        self, *command: str, given: str | None = None, before: str | None = "", may_fail: bool = False
+        self, *command: str, stdin: str | None = None, before: str | None = "", may_fail: bool = False
     ) -> subprocess.CompletedProcess[str]:
         """A command whose output is read. `before` is shown before it; with None nothing is."""
         if before is not None:
             self.show(*command, before=before)
         if self.dry:
             return subprocess.CompletedProcess(command, 0, "", "")
-        done = self._run(command, input=given, capture_output=True, text=True)
+        done = self._run(command, input=stdin, capture_output=True, text=True)
         if done.returncode and not may_fail:
             raise Refused(f"{shlex.join(command)} failed: {done.stderr.strip()}")
         return done
@@ -113,8 +113,8 @@ class Runner:
 
 
 def check_identity(run: Runner, target: Target) -> None:
-    asked = ("aws", "sts", "get-caller-identity", "--query", "Account", "--output", "text")
-    account = run(*asked, "--region", target.region).stdout.strip()
+    query = ("aws", "sts", "get-caller-identity", "--query", "Account", "--output", "text")
+    account = run(*query, "--region", target.region).stdout.strip()
     if not run.dry and account != target.account:
         raise Refused(
             f"these credentials belong to account {account!r}, not to ACCOUNT_ID {target.account};"
@@ -124,24 +124,24 @@ def check_identity(run: Runner, target: Target) -> None:
 
 def ensure_repository(run: Runner, target: Target) -> None:
     where = ("--region", target.region)
-    asked = ("aws", "ecr", "describe-repositories", "--repository-names", target.repository, *where)
+    query = ("aws", "ecr", "describe-repositories", "--repository-names", target.repository, *where)
     make = ("aws", "ecr", "create-repository", "--repository-name", target.repository, *where)
-    found = run(*asked, may_fail=True)
+    description = run(*query, may_fail=True)
     if run.dry:
         run.show(*make, note="  # if it is not there")
-    elif found.returncode and "RepositoryNotFoundException" in found.stderr:
+    elif description.returncode and "RepositoryNotFoundException" in description.stderr:
         run(*make)
-    elif found.returncode:
-        raise Refused(f"{shlex.join(asked)} failed: {found.stderr.strip()}")
+    elif description.returncode:
+        raise Refused(f"{shlex.join(query)} failed: {description.stderr.strip()}")
 
 
 def push(run: Runner, target: Target, folder: Path, dockerfile: Path) -> None:
     check_identity(run, target)
     ensure_repository(run, target)
-    asked = ("aws", "ecr", "get-login-password", "--region", target.region)
-    password = run(*asked, before=None).stdout
+    query = ("aws", "ecr", "get-login-password", "--region", target.region)
+    password = run(*query, before=None).stdout
     login = ("docker", "login", "--username", "AWS", "--password-stdin", target.registry)
-    run(*login, given=password, before=f"{shlex.join(asked)} | ")
+    run(*login, stdin=password, before=f"{shlex.join(query)} | ")
     run.openly(
         *("docker", "buildx", "build", "--platform", target.platform, "--build-context", f"afield={ROOT}"),
         # AgentCore wants an image, not an index with attestations.
@@ -160,19 +160,21 @@ def main() -> int:
     parser.add_argument("--tag", metavar="TAG", help="tag of the image; default: TAG in the .env file")
     parser.add_argument("--env", type=Path, default=Path(".env"), metavar="FILE", help="default: .env")
     parser.add_argument("--dry-run", action="store_true", help="print every command and run none")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        target = read(given.env, given.tag)
-        dockerfile = given.dockerfile or given.folder / "Dockerfile"
-        if given.dockerfile and not dockerfile.is_file():
+        target = read(arguments.env, arguments.tag)
+        dockerfile = arguments.dockerfile or arguments.folder / "Dockerfile"
+        if arguments.dockerfile and not dockerfile.is_file():
             raise Refused(f"there is no file {dockerfile}")
         if not dockerfile.is_file():
-            raise Refused(f"there is no Dockerfile in {given.folder}; name another file with --dockerfile")
-        push(Runner(given.dry_run), target, given.folder, dockerfile)
+            raise Refused(
+                f"there is no Dockerfile in {arguments.folder}; name another file with --dockerfile"
+            )
+        push(Runner(arguments.dry_run), target, arguments.folder, dockerfile)
     except Refused as error:
         print(f"push_image: {error}", file=sys.stderr)
         return 2
-    print(f"{'would push' if given.dry_run else 'pushed'} {target.uri}")
+    print(f"{'would push' if arguments.dry_run else 'pushed'} {target.uri}")
     return 0
 
 

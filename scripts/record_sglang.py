@@ -40,16 +40,22 @@ class Recorder:
         headers = {"content-type": "application/json"}
         async with self.session.request(
             request.method, self.url + request.path, data=data, headers=headers
-        ) as told:
-            passed = web.StreamResponse(status=told.status, headers={"content-type": told.content_type})
+        ) as response:
+            passed = web.StreamResponse(
+                status=response.status, headers={"content-type": response.content_type}
+            )
             await passed.prepare(request)
             reply = b""
-            async for piece in told.content.iter_any():
+            async for piece in response.content.iter_any():
                 reply += piece
                 await passed.write(piece)
         if request.path.endswith("_info"):
             reply = json.dumps({k: v for k, v in json.loads(reply).items() if k in TOLD}).encode()
-        exchange |= {"status": told.status, "content_type": told.content_type, "reply": reply.decode()}
+        exchange |= {
+            "status": response.status,
+            "content_type": response.content_type,
+            "reply": reply.decode(),
+        }
         return passed
 
 
@@ -74,8 +80,8 @@ async def scene(engine: SglangEngine, other: str) -> None:
     await probe(engine)
     for stream in (False, True):
         for stops in ((), (4,), (650,)):
-            found = await ids(engine, a_call(stream=stream, stop_ids=stops))
-            print(f"stream {stream}, stop ids {stops}: {found}")
+            token_ids = await ids(engine, a_call(stream=stream, stop_ids=stops))
+            print(f"stream {stream}, stop ids {stops}: {token_ids}")
         await ids(engine, a_call(stream=stream, sampling=Sampling(temperature=0.7)))
     await engine.pause()
     await engine.resume()

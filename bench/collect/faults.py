@@ -115,7 +115,7 @@ def random_faults(seeds: int) -> dict[str, Any]:
 
 def every_fault() -> dict[str, Any]:
     cases = list(every_case())
-    wrong = {str(case): found for case in cases if (found := problems(case))}
+    wrong = {str(case): case_problems for case in cases if (case_problems := problems(case))}
     return {"cases": len(cases), "methods": len({case.method for case in cases}), "wrong": wrong}
 
 

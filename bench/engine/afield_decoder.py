@@ -39,13 +39,13 @@ class Answer:
 def fit(model: Any, ways: str = "") -> decode_kernels.KernelFit:
     """As the embedded engine does when it starts, unless kernels are given."""
     model.set_attn_implementation("sdpa")
-    known = {
+    kernels = {
         "triton": lambda: decode_kernels.triton_ways()[0],
         "flash": lambda: decode_kernels.FLASH,
         "plain": lambda: decode_kernels.PLAIN,
     }
     light = model.device.type == "cuda" if not ways else ways != "none"
-    fitted = decode_kernels.fit(model, 12, light=light, ways=known[ways]() if ways in known else None)
+    fitted = decode_kernels.fit(model, 12, light=light, ways=kernels[ways]() if ways in kernels else None)
     assert fitted.off <= decode_kernels.ROUNDING[model.dtype], fitted.off
     return fitted
 
@@ -64,9 +64,9 @@ def make_decoder(model: Any, load: Load, ways: decode_kernels.DecodeKernels | No
     )
 
 
-def serve(decoder: Decoder, asked: list[list[int]], new: int, stream: bool) -> list[Answer]:
-    answers = [Answer() for _ in asked]
-    for n, (prompt, answer) in enumerate(zip(asked, answers, strict=True)):
+def serve(decoder: Decoder, requests: list[list[int]], new: int, stream: bool) -> list[Answer]:
+    answers = [Answer() for _ in requests]
+    for n, (prompt, answer) in enumerate(zip(requests, answers, strict=True)):
         decoder.add(DecodeCall(DecodeParams(prompt, max_tokens=new, seed=n, stream=stream), answer))
     while not decoder.idle:
         decoder.step()
@@ -83,10 +83,12 @@ def afield(
     first_s, _ = timed(device, lambda: serve(decoder, prompts(load, vocabulary, 1), load.new, stream=False))
     prefill_s, _ = timed(device, lambda: serve(decoder, prompts(load, vocabulary, 2), 1, stream=False))
     seconds: list[float] = []
-    asked, answers = prompts(load, vocabulary, 3), list[Answer]()
+    requests, answers = prompts(load, vocabulary, 3), list[Answer]()
     for n in range(load.repeats):
-        asked = prompts(load, vocabulary, 3 + n)
-        took, answers = timed(device, lambda asked=asked: serve(decoder, asked, load.new, stream=False))
+        requests = prompts(load, vocabulary, 3 + n)
+        took, answers = timed(
+            device, lambda requests=requests: serve(decoder, requests, load.new, stream=False)
+        )
         seconds.append(took)
     streaming_s, _ = timed(
         device, lambda: serve(decoder, prompts(load, vocabulary, 9), load.new, stream=True)
@@ -94,7 +96,7 @@ def afield(
     assert all(len(answer.token_ids) == load.new for answer in answers)
     took = statistics.median(seconds)
     other = prompts(load, vocabulary, 8)
-    again, _, once_more = (serve(decoder, p, load.new, stream=False) for p in (asked, other, asked))
+    again, _, once_more = (serve(decoder, p, load.new, stream=False) for p in (requests, other, requests))
     result = {
         "tok_s": round(load.requests * load.new / took),
         "runs_s": [round(s, 3) for s in seconds],
@@ -111,7 +113,7 @@ def afield(
     }  # fmt: skip
     if device.type == "cuda":
         result["ms_per_step_by_length"] = device_ms(steps)
-    return result, asked, answers
+    return result, requests, answers
 
 
 def named(shape: StepShape) -> str:
@@ -209,9 +211,9 @@ def difference(a: Tensor, b: Tensor) -> dict[str, float]:
     return {"max": float(f"{off.max():.3g}"), "mean": float(f"{off.mean():.3g}")}
 
 
-def exactness(model: Any, load: Load, asked: list[list[int]], answers: list[Answer]) -> dict[str, Any]:
+def exactness(model: Any, load: Load, requests: list[list[int]], answers: list[Answer]) -> dict[str, Any]:
     """In the model's own type, and in float32, where nothing but the order of sums may differ."""
-    rows = [[*prompt, *answer.token_ids] for prompt, answer in zip(asked, answers, strict=True)][:32]
+    rows = [[*prompt, *answer.token_ids] for prompt, answer in zip(requests, answers, strict=True)][:32]
     engine = torch.tensor([answer.logprobs for answer in answers][:32], device=model.device)
     trainer = plain_logprobs(model, load.prompt, rows)
     result: dict[str, Any] = {
@@ -222,11 +224,11 @@ def exactness(model: Any, load: Load, asked: list[list[int]], answers: list[Answ
     exact = model.float()
     result["trainer_own_rounding"] = difference(trainer, plain_logprobs(exact, load.prompt, rows))
     few = load._replace(requests=min(8, load.requests), new=min(64, load.new))
-    asked = prompts(few, model.config.vocab_size, 5)
+    requests = prompts(few, model.config.vocab_size, 5)
     fitted = fit(exact)
-    answers = serve(make_decoder(exact, few, fitted.ways), asked, few.new, stream=False)
+    answers = serve(make_decoder(exact, few, fitted.ways), requests, few.new, stream=False)
     decode_kernels.undo(fitted.swapped)
-    rows = [[*prompt, *answer.token_ids] for prompt, answer in zip(asked, answers, strict=True)]
+    rows = [[*prompt, *answer.token_ids] for prompt, answer in zip(requests, answers, strict=True)]
     engine = torch.tensor([answer.logprobs for answer in answers], device=model.device)
     result["float32"] = difference(engine, plain_logprobs(exact, few.prompt, rows))
     return result

@@ -104,10 +104,10 @@ def ours(
         row = {"ways": name, "swapped": len(fitted.swapped), "off": round(fitted.off, 4)}
         return {**row, "notes": fitted.notes, "s": round(took, 1)}, fitted
 
-    found = report.add("fit", fitting)
-    if found is None:
+    fit_result = report.add("fit", fitting)
+    if fit_result is None:
         return None
-    fitted: decode_kernels.KernelFit = found[1]
+    fitted: decode_kernels.KernelFit = fit_result[1]
     done = report.add("afield", lambda: afield(model, load, fitted))
     if profile and done and model.device.type == "cuda":
         print("\n".join(report.add("kernels", lambda: profiled(model, load, fitted.ways)) or ()), flush=True)

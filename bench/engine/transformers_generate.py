@@ -55,7 +55,7 @@ def generate(model: Any, load: Load, compiled: bool) -> dict[str, Any]:
 
 def generate_batch(model: Any, load: Load) -> dict[str, Any]:
     """Continuous batching. Its manager stays between the runs, so that only the first one sets it up."""
-    asked = prompts(load, model.config.vocab_size, 3)
+    requests = prompts(load, model.config.vocab_size, 3)
     blocks = -(-(load.prompt + load.batch_new) // 32) * load.requests + 64
     options = ContinuousBatchingConfig(
         block_size=32,
@@ -67,7 +67,7 @@ def generate_batch(model: Any, load: Load) -> dict[str, Any]:
 
     def run() -> dict[str, Any]:
         return model.generate_batch(
-            asked, generation_config=config, continuous_batching_config=options, persistent_manager=True
+            requests, generation_config=config, continuous_batching_config=options, persistent_manager=True
         )
 
     first_s, _ = timed(model.device, run)

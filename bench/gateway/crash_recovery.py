@@ -161,9 +161,9 @@ class Verdict(Struct):
 
 def check_ended(session_id: str, ended: list[Ended], turns: list[dict[str, Any]], verdict: Verdict) -> None:
     """What a client saw the end of is committed, as it saw it."""
-    known = {turn["id"]: turn for turn in turns}
+    by_id = {turn["id"]: turn for turn in turns}
     for seen in ended:
-        turn = known.get(seen.turn_id)
+        turn = by_id.get(seen.turn_id)
         if turn is None or turn["status"] != "committed":
             verdict.say("lost", f"{session_id} {seen.turn_id}: {turn and turn['status']}")
         elif turn["messages"][-1].get("content", "").strip() != seen.text.strip():
@@ -186,8 +186,8 @@ def check_all(
     excluded = {e["turn"] for e in record["excluded"]}
     if hidden := {turn["id"] for turn in turns if turn["status"] != "committed"} - excluded:
         verdict.say("odd", f"{session_id}: {hidden} are neither trained nor excluded")
-    asked = Counter(_question(turn) for turn in turns if turn["status"] == "committed")
-    for question, n in asked.items():
+    questions = Counter(_question(turn) for turn in turns if turn["status"] == "committed")
+    for question, n in questions.items():
         if n > 1:
             how = "says retry" if client.says_retry else "just asks"
             verdict.say("duplicates", f"{session_id}, {how}: {n} answers to {question}")
@@ -250,8 +250,8 @@ async def kill_once(
     before = {client.session_id: list(client.ended) for client in clients}
     await gateway.start()
     for session_id, ended in before.items():
-        shown = await gateway.ask(http, "GET", f"/sessions/{session_id}/turns")
-        check_ended(session_id, ended, shown["turns"], verdict)
+        record = await gateway.ask(http, "GET", f"/sessions/{session_id}/turns")
+        check_ended(session_id, ended, record["turns"], verdict)
     up.set()
 
 

@@ -113,13 +113,13 @@ class Bench:
             self.server.url, connections, job, expect=expect, seconds=self.seconds, at_least=at_least
         )
         cpu = await self.server.quiet_cpu_s() - before
-        asked = load.done + load.errors
+        calls = load.done + load.errors
         return {
-            "calls": asked,
+            "calls": calls,
             "errors": load.errors,
             "problems": sorted(set(load.problems))[:5],
-            "cpu_us": round(cpu / max(1, asked) * 1e6),
-            "per_s": round(asked / load.wall_s, 1),
+            "cpu_us": round(cpu / max(1, calls) * 1e6),
+            "per_s": round(calls / load.wall_s, 1),
             "p50_ms": round(load.quantile(0.5), 2),
             "p99_ms": round(load.quantile(0.99), 2),
             "first_p50_ms": round(load.quantile(0.5, load.firsts), 2),

@@ -28,13 +28,13 @@ def _once(before: bytes, body: bytes) -> float:
     """A body whose client sent all but its end the last time."""
     memo, forest = MessageCache(), TurnTree()
     first, _ = chat.decode(RawRequest("/v1/chat/completions", before, {}, {}, {}, memo))
-    asked = RawRequest("/v1/chat/completions", body, {}, {}, {}, memo)
+    raw = RawRequest("/v1/chat/completions", body, {}, {}, {}, memo)
 
     def read() -> None:
         recall = ConversationCache()
         recall.read(forest, "root", first.messages)
         timed.begin()
-        request, _ = chat.decode(asked)
+        request, _ = chat.decode(raw)
         recall.read(forest, "root", request.messages)
         timed.end()
 

@@ -90,19 +90,19 @@ class Answer:
 
     # --- the token endpoint ----------------------------------------------------------------------
 
-    def generate(self, asked: Generate) -> bytes | list[bytes]:
-        s = asked.sampling_params
+    def generate(self, request: Generate) -> bytes | list[bytes]:
+        s = request.sampling_params
         length, finish = self.cut(s.max_tokens, s.stop_token_ids)
-        key = ("generate", length, finish, s.temperature, s.top_k, s.logprobs is None, bool(asked.stream))
+        key = ("generate", length, finish, s.temperature, s.top_k, s.logprobs is None, bool(request.stream))
         if key not in self._made:
-            self._made[key] = self._generate(length, finish, s, bool(asked.stream))
-        made = self._made[key]
-        if not asked.return_token_ids:
-            return made
-        echo = b'"prompt_token_ids":' + bytes(asked.token_ids) + b","
-        if isinstance(made, list):
-            return [made[0].replace(b"data: {", b"data: {" + echo, 1), *made[1:]]
-        return b"{" + echo + made[1:]
+            self._made[key] = self._generate(length, finish, s, bool(request.stream))
+        reply = self._made[key]
+        if not request.return_token_ids:
+            return reply
+        echo = b'"prompt_token_ids":' + bytes(request.token_ids) + b","
+        if isinstance(reply, list):
+            return [reply[0].replace(b"data: {", b"data: {" + echo, 1), *reply[1:]]
+        return b"{" + echo + reply[1:]
 
     def _generate(self, length: int, finish: str, s: Sampling, stream: bool) -> bytes | list[bytes]:
         def choice(start: int, end: int) -> dict[str, Any]:
@@ -130,18 +130,18 @@ class Answer:
 
     # --- completions with ids --------------------------------------------------------------------
 
-    def completion(self, asked: Completion) -> bytes | list[bytes]:
-        length, finish = self.cut(asked.max_tokens, asked.stop_token_ids)
-        prompt = bytes(asked.prompt) if asked.return_token_ids else None
+    def completion(self, request: Completion) -> bytes | list[bytes]:
+        length, finish = self.cut(request.max_tokens, request.stop_token_ids)
+        prompt = bytes(request.prompt) if request.return_token_ids else None
 
         def choice(start: int, end: int) -> dict[str, Any]:
-            logprobs = [self.logprob(n, asked.temperature, asked.top_k) for n in range(start, end)]
+            logprobs = [self.logprob(n, request.temperature, request.top_k) for n in range(start, end)]
             tokens = self.pieces[start:end]
-            given = {"token_logprobs": logprobs, "tokens": tokens}
+            token_logprobs = {"token_logprobs": logprobs, "tokens": tokens}
             return {
                 "index": 0,
                 "text": "".join(tokens),
-                "logprobs": None if asked.logprobs is None else given,
+                "logprobs": None if request.logprobs is None else token_logprobs,
                 "finish_reason": finish if end == length else None,
                 "stop_reason": None,
                 "token_ids": self.ids[start:end],
@@ -149,38 +149,38 @@ class Answer:
             }
 
         head = {"id": "cmpl-bench", "object": "text_completion", "created": 1, "model": "policy"}
-        if not asked.stream:
+        if not request.stream:
             return dump({**head, "choices": [choice(0, length)], "usage": usage(length)})
         return events([{**head, "choices": [choice(n, n + 1)]} for n in range(length)])
 
     # --- chat --------------------------------------------------------------------------------------
 
-    def chat(self, asked: Chat, size: int) -> bytes | list[bytes]:
+    def chat(self, request: Chat, size: int) -> bytes | list[bytes]:
         """`size` of the request says how many ids its prompt has: about four bytes make a token."""
-        key = ("chat", bool(asked.stream), bool(asked.logprobs), bool(asked.return_token_ids))
+        key = ("chat", bool(request.stream), bool(request.logprobs), bool(request.return_token_ids))
         if key not in self._made:
-            self._made[key] = self._chat(asked)
-        made = self._made[key]
-        if not asked.return_token_ids:
-            return made
+            self._made[key] = self._chat(request)
+        reply = self._made[key]
+        if not request.return_token_ids:
+            return reply
         echo = b'"prompt_token_ids":[' + self._prompt[: 4 * max(1, size // 4) - 1] + b"],"
-        if isinstance(made, list):
-            return [made[0].replace(b"data: {", b"data: {" + echo, 1), *made[1:]]
-        return b"{" + echo + made[1:]
+        if isinstance(reply, list):
+            return [reply[0].replace(b"data: {", b"data: {" + echo, 1), *reply[1:]]
+        return b"{" + echo + reply[1:]
 
-    def _chat(self, asked: Chat) -> bytes | list[bytes]:
+    def _chat(self, request: Chat) -> bytes | list[bytes]:
         head = {"id": "chatcmpl-bench", "created": 1, "model": "policy"}
         length = len(self.ids)
-        if not asked.stream:
+        if not request.stream:
             choice = {"index": 0, "message": self.message, "finish_reason": "tool_calls", "stop_reason": None}
-            choice |= self._marks(asked, 0, length)
+            choice |= self._marks(request, 0, length)
             answer = {**head, "object": "chat.completion", "choices": [choice], "usage": usage(length)}
             return dump(answer)
         chunks = []
         for n in range(length):
             finish = "tool_calls" if n == length - 1 else None
             choice = {"index": 0, "delta": self._delta(n), "finish_reason": finish}
-            choice |= self._marks(asked, n, n + 1)
+            choice |= self._marks(request, n, n + 1)
             chunks.append({**head, "object": "chat.completion.chunk", "choices": [choice]})
         last = {**head, "object": "chat.completion.chunk", "choices": [], "usage": usage(length)}
         return events([*chunks, last])
@@ -198,11 +198,11 @@ class Answer:
         at, step = n - self.text - 1, math.ceil(len(arguments) / (len(self.ids) - self.text - 1))
         return {"tool_calls": [{"index": 0, "function": {"arguments": arguments[at * step :][:step]}}]}
 
-    def _marks(self, asked: Chat, start: int, end: int) -> dict[str, Any]:
+    def _marks(self, request: Chat, start: int, end: int) -> dict[str, Any]:
         marks: dict[str, Any] = {"logprobs": None}
-        if asked.logprobs:
+        if request.logprobs:
             marks["logprobs"] = {"content": [self._spelled(n) for n in range(start, end)]}
-        if asked.return_token_ids:
+        if request.return_token_ids:
             marks["token_ids"] = self.ids[start:end]
         return marks
 

@@ -106,8 +106,8 @@ def tree_points() -> Iterator[Point]:
     from bench.training.rollout_shapes import Row, per_turn, shared_prompt, sub_agents
     from bench.training.tree_attention import MODELS, batches
 
-    found = newest("tree")
-    if found is None:
+    saved = newest("tree")
+    if saved is None:
         return
     bound = 65536
 
@@ -121,8 +121,8 @@ def tree_points() -> Iterator[Point]:
         return sum(len(row.ids) for row in rows)
 
     for shape, make, result in (
-        ("shared prompt", shared_prompt, found),
-        ("sub-agents", sub_agents, found["forest"]),
+        ("shared prompt", shared_prompt, saved),
+        ("sub-agents", sub_agents, saved["forest"]),
     ):
         rows = make(1000, 1)
         turns = per_turn(rows)
@@ -135,7 +135,7 @@ def tree_points() -> Iterator[Point]:
         }
         for form, parts in forms.items():
             yield Point(
-                where=f"{found['device']}, tree",
+                where=f"{saved['device']}, tree",
                 name=f"1.47 B, {shape}, {form}",
                 config={
                     **MODELS["large"], "architectures": ["Qwen3ForCausalLM"],
@@ -156,12 +156,12 @@ def engine_points() -> Iterator[Point]:
     """The embedded engine of `bench/engine`: all slots in use, at the context that it was made for."""
     from bench.engine.workload import HALF_BILLION
 
-    found = newest("engine")
-    if found is None or found["machine"]["device"] == "cpu":
+    saved = newest("engine")
+    if saved is None or saved["machine"]["device"] == "cpu":
         return
-    load = found["machine"]["load"]
+    load = saved["machine"]["load"]
     yield Point(
-        where=f"{found['machine']['device']}, engine",
+        where=f"{saved['machine']['device']}, engine",
         name="0.53 B, embedded engine, 256 calls",
         config={
             **HALF_BILLION, "architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 4096,
@@ -170,7 +170,7 @@ def engine_points() -> Iterator[Point]:
         engine=EngineShape(
             calls=load["requests"], context=load["prompt"] + load["new"] + 64, prefill=load["prefill_tokens"]
         ),
-        measured=round(found["afield"]["peak_gib"] * GIB),
+        measured=round(saved["afield"]["peak_gib"] * GIB),
     )  # fmt: skip
 
 

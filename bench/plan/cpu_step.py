@@ -181,8 +181,8 @@ def main() -> None:
             subprocess.run(writing, check=True)
         else:
             write_model(point, directory)
-        found = resident(point, directory) if point.resident else live(point, directory)
-    print(json.dumps({"resident" if point.resident else "live": found}))
+        peak = resident(point, directory) if point.resident else live(point, directory)
+    print(json.dumps({"resident" if point.resident else "live": peak}))
 
 
 if __name__ == "__main__":

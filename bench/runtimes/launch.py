@@ -81,7 +81,7 @@ async def all_starts(place: Path, count: int, out: Any) -> dict[str, list[float]
         "sandbox": lambda: SandboxRuntime(target, SandboxOptions(), log_dir=place / "sandbox"),
         "subprocess": lambda: ProcessRuntime(target, fresh=True, log_dir=place / "subprocess"),
     }
-    found: dict[str, list[float] | None] = {}
+    times: dict[str, list[float] | None] = {}
     async with AsyncExitStack() as stack:
         transport = await stack.enter_async_context(FilesTransport(place / "store"))
         try:
@@ -90,14 +90,14 @@ async def all_starts(place: Path, count: int, out: Any) -> dict[str, list[float]
             kinds["container"] = lambda: containers.runtime(engine.socket, engine.image, str(place), "bench")
         except Unavailable as error:
             print(f"no containers here: {error}", file=out)
-            found["container"] = None
+            times["container"] = None
         for kind, make in kinds.items():
             bind = "0.0.0.0" if kind == "container" else "127.0.0.1"
             async with Sink(transport).running(bind) as sink, make() as runtime:
                 await runtime.check()
-                found[kind] = await start_times(runtime, kind, sink, count)
-            print(f"{kind}: a start takes {found[kind]} ms (p50, p99 of {count})", file=out, flush=True)
-    return found
+                times[kind] = await start_times(runtime, kind, sink, count)
+            print(f"{kind}: a start takes {times[kind]} ms (p50, p99 of {count})", file=out, flush=True)
+    return times
 
 
 async def start_times(runtime: Runtime, kind: str, sink: Sink, count: int) -> list[float]:
@@ -124,14 +124,14 @@ def crowd(place: Path, sessions: int, out: Any) -> dict[str, Any]:
     watch = Watch(run.pid)
     thread = threading.Thread(target=watch.run, daemon=True)
     thread.start()
-    said = run.communicate(timeout=1800)[0]
+    output = run.communicate(timeout=1800)[0]
     watch.done.set()
     thread.join()
     if run.returncode != 0:
         raise SystemExit(
             f"afield train ended with {run.returncode}; see {place / 'crowd.log'}\n{tail(place)}"
         )
-    summary = json.loads(said.strip().splitlines()[-1])
+    summary = json.loads(output.strip().splitlines()[-1])
     first, second = watch.levels()
     result = {
         "sessions": summary["rollouts"],
@@ -223,13 +223,13 @@ def kin(pid: int) -> dict[int, float]:
             with suppress(OSError, IndexError, ValueError):
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
                 parents.setdefault(int(fields[1]), []).append(int(entry.name))
-    found: dict[int, float] = {}
+    started: dict[int, float] = {}
     todo = [pid]
     while todo:
         for child in parents.get(todo.pop(), []):
-            found[child] = start_time(child) or 0.0
+            started[child] = start_time(child) or 0.0
             todo.append(child)
-    return found
+    return started
 
 
 def innermost(pid: int) -> list[int]:

@@ -130,7 +130,7 @@ async def launch(args: argparse.Namespace, place: Path, gateway_url: str, acr_ur
     pace = RateLimits(
         rate_per_s=options.rate, stop_per_s=options.stop_rate, cold_start_s=options.cold_start_s
     )
-    runtime = AgentCoreRuntime(options, name=EXP, ledger=place / "sessions.sqlite")
+    runtime = AgentCoreRuntime(options, name=EXP, session_table=place / "sessions.sqlite")
     async with (
         HttpGateway(gateway_url, ADMIN) as gateway,
         FilesTransport(place / "outcomes") as transport,

@@ -9,11 +9,11 @@ import afield
 
 @afield.agent
 def agent(task: dict, rollout: afield.Context) -> float:
-    said = ""
+    reply = ""
     for turn in range(task["calls"]):
         time.sleep(task["wait_s"])
-        said = ask(rollout, f"turn {turn} of {task['id']}")
-    return float(bool(said))
+        reply = ask(rollout, f"turn {turn} of {task['id']}")
+    return float(bool(reply))
 
 
 def ask(rollout: afield.Context, words: str) -> str:

@@ -42,16 +42,16 @@ def attack(act: Attack) -> Attack:
 def agent(task: dict[str, Any], rollout: afield.Context) -> dict[str, Any]:
     body = {"model": rollout.model_id, "messages": [{"role": "user", "content": "Hello"}]}
     post(f"{rollout.openai_base_url}/chat/completions", body, rollout.api_key)
-    found: dict[str, list[str]] = {}
+    results: dict[str, list[str]] = {}
     for name, act in ATTACKS.items():
         if name in task["left_out"]:
             continue
         try:
             got = act(task, rollout)
-            found[name] = ["got", str(got)[:200]] if got else ["blocked", "nothing was there"]
+            results[name] = ["got", str(got)[:200]] if got else ["blocked", "nothing was there"]
         except (OSError, ValueError, sqlite3.Error) as error:
-            found[name] = ["blocked", repr(error)[:200]]
-    return {"found": found}
+            results[name] = ["blocked", repr(error)[:200]]
+    return {"found": results}
 
 
 def post(url: str, body: object, key: str, method: str = "POST") -> tuple[int, bytes]:
@@ -122,8 +122,8 @@ def forge_a_verifiers_key_from_what_the_store_holds(task: dict[str, Any], rollou
 
 @attack
 def give_itself_a_reward_with_its_own_key(task: dict[str, Any], rollout: Any) -> Got:
-    status, said = post(f"{rollout.base_url}/reward", {"reward": 1.0}, rollout.api_key)
-    return f"{status} {said!r}" if status == 200 else None
+    status, reply = post(f"{rollout.base_url}/reward", {"reward": 1.0}, rollout.api_key)
+    return f"{status} {reply!r}" if status == 200 else None
 
 
 @attack

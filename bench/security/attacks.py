@@ -97,10 +97,10 @@ class World:
         self.listen(socket.AF_UNIX, str(self.project / "early.sock"))
 
     def listen(self, family: int, address: Any) -> int:
-        made = self._stack.enter_context(socket.socket(family))
-        made.bind(address)
-        made.listen()
-        return made.getsockname()[1] if family != socket.AF_UNIX else 0
+        listener = self._stack.enter_context(socket.socket(family))
+        listener.bind(address)
+        listener.listen()
+        return listener.getsockname()[1] if family != socket.AF_UNIX else 0
 
     def listen_late(self) -> None:
         """On the sockets that agents wait for; once for all runs."""
@@ -145,7 +145,7 @@ def train(world: World, name: str, left_out: tuple[str, ...], *more: object) -> 
     )
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    found: dict[str, list[str]] = {}
+    results: dict[str, list[str]] = {}
     paths = list((world.project / "runs" / name / "outcomes").rglob("*.json"))
     records = [json.loads(path.read_text()) for path in paths if "commits" not in path.parts]
     handed_in = [record["payload"]["submission"]["found"] for record in records if record.get("payload")]
@@ -153,13 +153,13 @@ def train(world: World, name: str, left_out: tuple[str, ...], *more: object) -> 
         raise SystemExit(f"{len(handed_in)} of 2 hostile attempts handed in; see {world.project}")
     for attempt in handed_in:
         for attack, (how, detail) in attempt.items():
-            if found.get(attack, ["blocked"])[0] != "got":
-                found[attack] = [how, detail]
+            if results.get(attack, ["blocked"])[0] != "got":
+                results[attack] = [how, detail]
     rewards = [record["outcome"]["reward"] for record in records]
-    found["be_rewarded_otherwise_than_by_the_verifier"] = (
+    results["be_rewarded_otherwise_than_by_the_verifier"] = (
         ["blocked", str(rewards)] if rewards == [0.25, 0.25] else ["got", str(rewards)]
     )
-    return found
+    return results
 
 
 def sandbox(world: World, report: Report) -> None:
@@ -168,9 +168,11 @@ def sandbox(world: World, report: Report) -> None:
         return
     later = threading.Thread(target=listen_later, args=(world,), daemon=True)
     later.start()
-    found = train(world, "s", (), "--runtime", "sandbox", "--set", f'sandbox.mounts=["{world.project}/data"]')
+    results = train(
+        world, "s", (), "--runtime", "sandbox", "--set", f'sandbox.mounts=["{world.project}/data"]'
+    )
     for name in (*ATTACKS, "be_rewarded_otherwise_than_by_the_verifier"):
-        how, detail = found[name]
+        how, detail = results[name]
         report.add("agent in a sandbox", name, blocked=how == "blocked", detail=detail)
     harm = world.outside.read_text() != "as it was" or (world.project / "forged").exists()
     report.add("agent in a sandbox", "change anything outside", blocked=not harm)
@@ -188,15 +190,15 @@ def listen_later(world: World) -> None:
 def process(world: World, report: Report) -> None:
     world.listen_late()  # without a sandbox there is nothing that they could be later than
     more = ("--runtime", "process", "--verifier-runtime", "process", "--workers", 2)
-    found = train(world, "p", HARMFUL, *more)
+    results = train(world, "p", HARMFUL, *more)
     for name in (*ATTACKS, "be_rewarded_otherwise_than_by_the_verifier"):
         if name in HARMFUL:
             report.not_promised("agent in a process", name, SAME_USER, "not tried: it would work")
         elif name in HELD_IN_A_PROCESS or name not in ATTACKS:
-            how, detail = found[name]
+            how, detail = results[name]
             report.add("agent in a process", name, blocked=how == "blocked", detail=detail)
         else:
-            report.not_promised("agent in a process", name, SAME_USER, found[name][0])
+            report.not_promised("agent in a process", name, SAME_USER, results[name][0])
     for name in LEFT:
         Path("/tmp", name).unlink(missing_ok=True)
     forged = (world.project / "forged").exists()
@@ -291,10 +293,10 @@ def open_servers(world: World, report: Report) -> None:
             done = subprocess.run(
                 command, env=world.env, capture_output=True, text=True, timeout=60, check=False
             )
-            code, said = done.returncode, done.stderr.strip()
+            code, message = done.returncode, done.stderr.strip()
         except subprocess.TimeoutExpired:
-            code, said = 0, "it serves"
-        report.add("client without a key", f"find_an_open_{name}", blocked=code == 2, detail=said)
+            code, message = 0, "it serves"
+        report.add("client without a key", f"find_an_open_{name}", blocked=code == 2, detail=message)
 
 
 def main(words: list[str] | None = None) -> int:

@@ -39,6 +39,6 @@ class Report:
         if self._as_json:
             print(json.dumps(line), flush=True)
             return
-        said = line.get("not_promised") or line.get("not_tried")
-        how = f"not promised ({said})" if said else "blocked" if line["blocked"] else "BROKE"
+        reason = line.get("not_promised") or line.get("not_tried")
+        how = f"not promised ({reason})" if reason else "blocked" if line["blocked"] else "BROKE"
         print(f"{line['who']:22} {line.get('attack', '-'):58} {how}", flush=True)

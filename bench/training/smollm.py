@@ -54,14 +54,14 @@ def say(*words: object) -> None:
 # --- the agent ------------------------------------------------------------------------------------
 
 
-def asked(item: str) -> dict[str, str]:
+def question(item: str) -> dict[str, str]:
     return {"role": "user", "content": f"How many {item}s are there?"}
 
 
-def shown(item: str, count: int) -> list[dict[str, str]]:
+def solved_example(item: str, count: int) -> list[dict[str, str]]:
     """A model this small calls a tool only after it has seen it done."""
     return [
-        asked(item),
+        question(item),
         {"role": "assistant", "content": f"LOOKUP {item}"},
         {"role": "user", "content": f"RESULT: {count} in stock. How many {item}s are there?"},
         {"role": "assistant", "content": str(count)},
@@ -74,12 +74,12 @@ class Shop(NamedTuple):
 
     def messages(self) -> list[dict[str, str]]:
         system = {"role": "system", "content": SYSTEM}
-        return [system, *shown("pen", 5), *shown("cup", 12), asked(self.item)]
+        return [system, *solved_example("pen", 5), *solved_example("cup", 12), question(self.item)]
 
 
 async def visit(http: aiohttp.ClientSession, url: str, key: str, shop: Shop) -> float:
     """What the model looks up is looked up, and comes back as the next message; the reward at the end."""
-    messages, said = shop.messages(), list[str]()
+    messages, replies = shop.messages(), list[str]()
     for _ in range(CALLS):
         async with http.post(
             f"{url}/chat/completions",
@@ -89,16 +89,16 @@ async def visit(http: aiohttp.ClientSession, url: str, key: str, shop: Shop) -> 
             reply = await response.json()
         if response.status != 200:
             raise SystemExit(f"the gateway answers {response.status}: {reply}")
-        said.append(reply["choices"][0]["message"]["content"] or "")
-        called = re.match(r"LOOKUP (\w+)", said[-1])
+        replies.append(reply["choices"][0]["message"]["content"] or "")
+        called = re.match(r"LOOKUP (\w+)", replies[-1])
         there = called is not None and called[1].lower().startswith(shop.item)
         result = f"{shop.count} in stock" if there else "nothing of that name"
         messages += [
-            {"role": "assistant", "content": said[-1]},
+            {"role": "assistant", "content": replies[-1]},
             {"role": "user", "content": f"RESULT: {result}. How many {shop.item}s are there?"},
         ]
-    right = sum(words.strip().rstrip(".") == str(shop.count) for words in said)
-    return right / CALLS + 1 / (10 + sum(map(len, said)))
+    right = sum(words.strip().rstrip(".") == str(shop.count) for words in replies)
+    return right / CALLS + 1 / (10 + sum(map(len, replies)))
 
 
 class Collector:
@@ -198,10 +198,10 @@ def result(chosen: argparse.Namespace, dtype: str, steps: list[dict[str, float]]
     }
 
 
-def met(found: dict[str, Any]) -> bool:
-    if found["engine_dtype"] == "float32":
-        return found["logprob_diff_max"] <= EXACT
-    return found["times_control"] <= TIMES
+def met(outcome: dict[str, Any]) -> bool:
+    if outcome["engine_dtype"] == "float32":
+        return outcome["logprob_diff_max"] <= EXACT
+    return outcome["times_control"] <= TIMES
 
 
 async def run(chosen: argparse.Namespace, scratch: Path) -> int:
@@ -222,9 +222,9 @@ async def run(chosen: argparse.Namespace, scratch: Path) -> int:
             steps.append(await one_step(chosen, step, client, collector, trainer, scratch, dtype))
             if chosen.out:
                 chosen.out.write_text(json.dumps(result(chosen, dtype, steps)) + "\n")
-    found = result(chosen, dtype, steps)
-    print(json.dumps(found), flush=True)
-    return 0 if met(found) else 1
+    outcome = result(chosen, dtype, steps)
+    print(json.dumps(outcome), flush=True)
+    return 0 if met(outcome) else 1
 
 
 def control_of(published: Path, trainer: GRPO, groups: list[Group], dtype: str) -> float | None:

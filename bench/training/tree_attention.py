@@ -102,15 +102,15 @@ def forest(rows: Sequence[Row], bound: int, device: torch.device, kernel: Any = 
 
 def batches(rows: Sequence[Row], bound: int, cost: Callable[[list[Row]], int]) -> list[list[Row]]:
     """Rows of like length together, as many as the bound allows."""
-    made: list[list[Row]] = [[]]
+    passes: list[list[Row]] = [[]]
     for row in sorted(rows, key=lambda row: len(row.ids)):
-        full = made[-1] and cost([*made[-1], row]) > bound
+        full = passes[-1] and cost([*passes[-1], row]) > bound
         # A pass that is large enough is not made larger by padding it.
-        padding = made[-1] and len(made[-1][0].ids) < 0.98 * len(row.ids)
-        if full or (padding and cost(made[-1]) > ENOUGH):
-            made.append([])
-        made[-1].append(row)
-    return made
+        padding = passes[-1] and len(passes[-1][0].ids) < 0.98 * len(row.ids)
+        if full or (padding and cost(passes[-1]) > ENOUGH):
+            passes.append([])
+        passes[-1].append(row)
+    return passes
 
 
 class Line:
@@ -308,9 +308,9 @@ def compare(bench: Bench, rows: list[Row], options: argparse.Namespace, top: flo
 def exact_gradient(bench: Bench, parts: Sequence[Part], kind: str) -> list[Tensor]:
     """The same in float32 throughout."""
     kept = next(bench.model.parameters()).dtype
-    found = bench._replace(model=bench.model.float(), mixed=False).gradient(parts, kind)
+    gradient = bench._replace(model=bench.model.float(), mixed=False).gradient(parts, kind)
     bench.model.to(kept)
-    return found
+    return gradient
 
 
 def cosine_of(a: Sequence[Tensor], b: Sequence[Tensor], device: torch.device) -> float:

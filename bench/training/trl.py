@@ -67,12 +67,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print the summary as one last line of JSON")
-    given = parser.parse_args()
-    lines = measured(given.steps, given.seed)
+    arguments = parser.parse_args()
+    lines = measured(arguments.steps, arguments.seed)
     for number, line in enumerate(lines, 1):
         print(f"step {number:3d}  reward {line['reward']:.3f}  ratio {line['ratio']:.4f}", flush=True)
     result = summary(lines)
-    print(json.dumps(result) if given.json else "\n".join(f"{k}: {v}" for k, v in result.items()))
+    print(json.dumps(result) if arguments.json else "\n".join(f"{k}: {v}" for k, v in result.items()))
 
 
 if __name__ == "__main__":

@@ -67,15 +67,15 @@ def main() -> int:
     parser.add_argument("--estimator", choices=["grpo", "remax"], default="grpo")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
-        result = summary(learn(asked.mode, asked.estimator, asked.steps, Path(scratch)))
-    result |= {"mode": asked.mode, "wall_s": round(time.monotonic() - began, 1)}
+        result = summary(learn(arguments.mode, arguments.estimator, arguments.steps, Path(scratch)))
+    result |= {"mode": arguments.mode, "wall_s": round(time.monotonic() - began, 1)}
     result["ok"] = result["last"] >= result["first"] + RISE
     for step, reward in enumerate(result["rewards"], 1):
         print(f"step {step}: reward {reward}")
-    print(json.dumps(result) if asked.json else f"{result['first']} -> {result['last']}")
+    print(json.dumps(result) if arguments.json else f"{result['first']} -> {result['last']}")
     return 0 if result["ok"] else 1
 
 

@@ -142,8 +142,11 @@ def prompts(model: Path) -> list[tuple[int, ...]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    asked = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    texts = [tokenizer.apply_chat_template(one, tokenize=False, add_generation_prompt=True) for one in asked]
+    conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    texts = [
+        tokenizer.apply_chat_template(one, tokenize=False, add_generation_prompt=True)
+        for one in conversations
+    ]
     return [tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
 
 
@@ -309,9 +312,9 @@ class Bench:
         self.kept.setdefault(engine, {}).setdefault(name, {}).setdefault(str(step), {})[rounding] = round(
             kept, 4
         )
-        found = self.diff.setdefault(engine, {}).setdefault(name, {}).setdefault(str(step), {})
-        found[rounding] = round(apart, 5)
-        found[f"{rounding}_times_control"] = round(apart / control, 3)
+        row = self.diff.setdefault(engine, {}).setdefault(name, {}).setdefault(str(step), {})
+        row[rounding] = round(apart, 5)
+        row[f"{rounding}_times_control"] = round(apart / control, 3)
         self.controls.append(control)
         if rounding == "stochastic" and (kept < KEPT or apart > TIMES * control):
             self.missed.append(

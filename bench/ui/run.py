@@ -73,14 +73,14 @@ async def hostile(page: Page) -> list[str]:
         ("#/%3Cimg%20src%3Dx%20onerror%3D%22globalThis.hacked%3D1%22%3E", text("Runs")),
     ):
         await show(page, place, ready)
-    found = page.errors[errors:] + page.dialogs
+    problems = page.errors[errors:] + page.dialogs
     if await page.evaluate("globalThis.hacked"):
-        found.append("a script of an agent ran")
-    found += [url for url in page.requests if "hacked" in url or "evil" in url]
+        problems.append("a script of an agent ran")
+    problems += [url for url in page.requests if "hacked" in url or "evil" in url]
     inserted = "document.querySelectorAll('main script, main iframe, main img, main base, main style').length"
     if await page.evaluate(inserted):
-        found.append("HTML of an agent became elements")
-    return found
+        problems.append("HTML of an agent became elements")
+    return problems
 
 
 async def exported(browser: Browser, runs: Path, file: Path) -> dict[str, Any]:
@@ -106,9 +106,9 @@ async def exported(browser: Browser, runs: Path, file: Path) -> dict[str, Any]:
         await show(page, "#/r/small/g/s1-g0", element(".card"))
         await show(page, "#/r/small/diff?a=s1-g0-r0&b=s1-g0-r1", element(".tokens span"))
         await show(page, "#/r/small/timeline", element(".gantt"))
-        found = await hostile(page)
+        problems = await hostile(page)
         outside = [url for url in page.requests if not url.startswith(("file:", "data:"))]
-        return {"export": json.loads(done.stdout), "export_problems": found + outside + page.errors}
+        return {"export": json.loads(done.stdout), "export_problems": problems + outside + page.errors}
 
 
 async def measure(runs: Path) -> dict[str, Any]:

@@ -27,17 +27,17 @@ class Repository:
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             (self.root / name).write_text(text)
 
-    def run(self, *command: str, given: str = "", seconds: float = 20) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, stdin: str = "", seconds: float = 20) -> subprocess.CompletedProcess[str]:
         """A command in the repository. Raises TimeoutExpired; an exit code is data."""
         # Nothing of our own environment, where secrets may be.
         path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
         env = {"PATH": path, "HOME": self._folder.name, "PYTHONDONTWRITEBYTECODE": "1"}
-        streams = {"input": given, "capture_output": True, "text": True, "errors": "replace"}
+        streams = {"input": stdin, "capture_output": True, "text": True, "errors": "replace"}
         return subprocess.run(command, cwd=self.root, env=env, timeout=seconds, **streams)
 
-    def git(self, *words: str, given: str = "") -> str:
+    def git(self, *words: str, stdin: str = "") -> str:
         # Kept beside the files, where `rm -rf *` does not reach.
-        done = self.run("git", "--git-dir=../git", "--work-tree=.", *words, given=given)
+        done = self.run("git", "--git-dir=../git", "--work-tree=.", *words, stdin=stdin)
         if done.returncode:
             raise ValueError(f"git {words[0]}: {done.stderr.strip()}")
         return done.stdout
@@ -50,7 +50,7 @@ class Repository:
     def apply(self, patch: str) -> None:
         """Raises ValueError when it does not fit."""
         if patch:
-            self.git("apply", "-", given=patch)
+            self.git("apply", "-", stdin=patch)
 
     def _tree(self) -> str:
         self.git("add", "--all")

@@ -45,12 +45,12 @@ AGENT = GRAPH.compile()
 def ask(model: Any, task: dict[str, Any]) -> list[Any]:
     """The conversation about a question; production asks the same way."""
     world = {"model": model.bind_tools(TOOLS), "prices": task["prices"], "stock": task["stock"]}
-    asked = {"messages": [SystemMessage(SYSTEM), HumanMessage(task["question"])]}
-    return AGENT.invoke(asked, {"configurable": world, "recursion_limit": STEPS})["messages"]
+    state = {"messages": [SystemMessage(SYSTEM), HumanMessage(task["question"])]}
+    return AGENT.invoke(state, {"configurable": world, "recursion_limit": STEPS})["messages"]
 
 
 @afield.agent
 def agent(task: dict[str, Any], rollout: afield.Context) -> float:
-    said = ask(create_openai_compatible_model(rollout), task)  # <- the rollout's model
-    numbers = re.findall(r"\d+", str(said[-1].content))
-    return float(len(said) > 3 and bool(numbers) and int(numbers[-1]) == task["answer"])
+    messages = ask(create_openai_compatible_model(rollout), task)  # <- the rollout's model
+    numbers = re.findall(r"\d+", str(messages[-1].content))
+    return float(len(messages) > 3 and bool(numbers) and int(numbers[-1]) == task["answer"])

@@ -23,11 +23,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="runs/trl")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     cuda = torch.cuda.is_available()
     args = AsyncGRPOConfig(
-        output_dir=given.out,
-        max_steps=given.steps,
+        output_dir=arguments.out,
+        max_steps=arguments.steps,
         per_device_train_batch_size=64,
         num_generations=16,
         max_completion_length=64,
@@ -37,7 +37,7 @@ def main() -> None:
         adam_epsilon=1e-4,
         max_grad_norm=0.1,
         epsilon_high=0.28,
-        seed=given.seed,
+        seed=arguments.seed,
         use_cpu=not cuda,
         bf16=cuda,
         gradient_checkpointing=False,
@@ -48,7 +48,7 @@ def main() -> None:
         args,
         agent=f"{DEMO / 'agents' / 'openai_agent.py'}:agent",
         model=MODEL,
-        tasks=shop.tasks(given.seed, 4 * given.steps + 16),
+        tasks=shop.tasks(arguments.seed, 4 * arguments.steps + 16),
         advantage="dr_grpo",
         max_calls=8,
         attempt_timeout_s=60.0,

@@ -22,11 +22,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", default="runs/trl-sync")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     cuda = torch.cuda.is_available()
     args = GRPOConfig(
-        output_dir=given.out,
-        max_steps=given.steps,
+        output_dir=arguments.out,
+        max_steps=arguments.steps,
         per_device_train_batch_size=64,
         num_generations=16,
         max_completion_length=64,
@@ -43,7 +43,7 @@ def main() -> None:
         report_to=[],
     )
     agent = f"{DEMO / 'agents' / 'openai_agent.py'}:agent"
-    with SyncRollouts(args, agent=agent, model=MODEL, tasks=shop.tasks(0, 4 * given.steps)) as rollouts:
+    with SyncRollouts(args, agent=agent, model=MODEL, tasks=shop.tasks(0, 4 * arguments.steps)) as rollouts:
         GRPOTrainer(model=MODEL, args=args, **rollouts.trainer_kwargs).train()
 
 

@@ -1,3 +1,5 @@
+"""Entry point of `python -m afield`."""
+
 from afield.cli.main import main
 
 raise SystemExit(main())

@@ -75,7 +75,7 @@ class NoRewards(AfieldError):
 
 
 class RolloutFailure(AfieldError):
-    """One rollout failed. Subclasses name the component that caused it."""
+    """A rollout failed. Subclasses name the component that caused it."""
 
     kind: ClassVar[FailureKind]
     stands_for: BaseException | None = None

@@ -122,7 +122,7 @@ def _row(path: list[Turn], mine: set[str], total: int) -> Trajectory:
 
 
 def tree(tree: TurnTree, excluded: ExclusionReasons = NOTHING) -> list[dict[str, Any]]:
-    """One node per turn, with the token ids that it adds to its parent's; offsets count from its first id."""
+    """Nodes, one per turn, with its token ids after those of its parent; offsets count from its first id."""
     nodes: list[dict[str, Any]] = []
     for turn in tree.turns:
         before = len(turn.delta_ids)

@@ -175,7 +175,7 @@ class TurnTree:
         """Whether a committed turn ends a conversation with this digest."""
         return digest in self._by_digest
 
-    def asked(self, digest: str) -> list[Turn]:
+    def turns_of_request(self, digest: str) -> list[Turn]:
         """Turns of any status whose request has this digest."""
         return [self._turns[turn_id] for turn_id in self._by_request.get(digest, ())]
 
@@ -218,7 +218,9 @@ class TurnTree:
                     twins = [t for t in twins if not apart(t)] or twins
                     twins = [t for t in twins if self._thought(t, messages)] or twins
                     twins = [t for t in twins if t not in missed] or twins
-                    repeated = {turn.parent for turn in self.asked(digests[-1]) if turn.id in again}
+                    repeated = {
+                        turn.parent for turn in self.turns_of_request(digests[-1]) if turn.id in again
+                    }
                     twins = [t for t in twins if t in repeated] or self._free(twins, digests[-1])
                 return depth, self._turns[twins[-1]]
         return None
@@ -230,9 +232,9 @@ class TurnTree:
         counts = {t: sum(turn.id in named for turn in self.path(t)) for t in twins}
         return [t for t in twins if counts[t] == max(counts.values())]
 
-    def _free(self, twins: list[str], asked: str) -> list[str]:
+    def _free(self, twins: list[str], digest: str) -> list[str]:
         """Keep the parents of aborted turns with the same request, or else the twins without children."""
-        broken = {turn.parent for turn in self.asked(asked) if turn.status is TurnStatus.ABORTED}
+        broken = {turn.parent for turn in self.turns_of_request(digest) if turn.status is TurnStatus.ABORTED}
         tried = [t for t in twins if t in broken]
         return tried or [t for t in twins if t not in self._parents] or twins
 

@@ -115,7 +115,7 @@ HIDDEN_FIELD = "hidden"
 
 
 class Task(Struct, frozen=True):
-    """One row of a data set: an id and a JSON object."""
+    """Row of a data set: an id and a JSON object."""
 
     id: str
     """Name of the task, unique in its data set."""
@@ -134,7 +134,7 @@ class Task(Struct, frozen=True):
 
 
 class Rollout(Struct, frozen=True, kw_only=True):
-    """One run of an agent on one task, with all its retries."""
+    """Run of an agent on one task, with all its retries."""
 
     id: str
     """Unique id, up to 128 characters of A-Z a-z 0-9 . _ -"""
@@ -156,7 +156,7 @@ class Rollout(Struct, frozen=True, kw_only=True):
 
 
 class Attempt(Struct, frozen=True):
-    """One attempt of a rollout. Its session id is `ROLLOUT_ID.N`."""
+    """Attempt of a rollout. Its session id is `ROLLOUT_ID.N`."""
 
     rollout_id: str
     """Rollout id."""
@@ -224,13 +224,13 @@ class Failure(Struct, frozen=True):
     reason: Reason
     """Event that caused the failure."""
     message: str
-    """One line for the user: failed operation, value and remedy."""
+    """Message of one line for the user: failed operation, value and remedy."""
     traceback: str = ""
     """Python traceback of the agent's or verifier's code; empty without one."""
 
 
 RewardSource = Literal["agent", "caller"]
-"""Who gives the rewards of rollouts: the agent with its result, or the caller after their end."""
+"""Source of the rewards of rollouts: the agent with its result, or the caller after their end."""
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
@@ -273,7 +273,9 @@ class Outcome(Struct, frozen=True, kw_only=True):
             if value is not None and not math.isfinite(value):
                 raise ValueError(f"{name} {value} of {self.session_id} is not a finite number")
         if self.reward_pending and (self.reward is not None or self.failure is not None):
-            raise ValueError(f"{self.session_id}: a pending reward excludes a reward and a failure")
+            raise ValueError(
+                f"{self.session_id}: an outcome with reward_pending can have neither a reward nor a failure"
+            )
         if self.reward is None and self.failure is None and not self.reward_pending:
             raise ValueError(f"the outcome of {self.session_id} has neither a reward nor a failure")
         if self.reward is not None and self.failure and self.failure.kind is not FailureKind.POLICY:
@@ -345,7 +347,7 @@ class ImageSpan(Struct, frozen=True, gc=False):
 
 
 class Message(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One message of a conversation, for reading; token ids for training come from `Turn`."""
+    """Message of a conversation, for reading; token ids for training come from `Turn`."""
 
     role: Role
     """Author of the message."""
@@ -421,7 +423,7 @@ class Constraint(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Turn(Struct, frozen=True, kw_only=True, gc=False):
-    """One model call exactly as sampled: written once, never edited, never re-tokenized."""
+    """Model call exactly as sampled: written once, never edited, never re-tokenized."""
 
     id: str
     """Id in its session: t1, t2, ..."""
@@ -508,7 +510,7 @@ class TurnRange(Struct, frozen=True):
 
 
 class Trajectory(Struct, frozen=True, kw_only=True):
-    """One training sequence."""
+    """Training sequence: token ids with their log-probabilities and owned positions."""
 
     token_ids: tuple[int, ...]
     """Prompts and replies from the first token to the last trained one."""
@@ -554,7 +556,11 @@ def check_images(images: tuple[ImageSpan, ...], length: int, what: str) -> None:
     end = 0
     for image in images:
         if not end <= image.start < image.start + image.length <= length:
-            raise ValueError(f"{what}: image {image.digest[:12]} at {image.start} is not inside {length} ids")
+            span = f"{image.start} to {image.start + image.length}"
+            raise ValueError(
+                f"{what}: image {image.digest[:12]} at tokens {span} overlaps another one or is outside the"
+                f" {length} tokens"
+            )
         end = image.start + image.length
 
 

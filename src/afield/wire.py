@@ -100,7 +100,7 @@ class Invocation(Struct, frozen=True, kw_only=True):
     """
 
     reward_from: RewardSource = "agent"
-    """Who gives the reward: the `agent` returns it, or the `caller` gives it after the rollout's end."""
+    """Source of the reward: the `agent` returns it, or the `caller` gives it after the rollout's end."""
 
     def __post_init__(self) -> None:
         for name in ("exp_id", "rollout_id", "group_id", "session_id"):

@@ -65,12 +65,12 @@ async def test_an_unmodified_program_answers_in_a_session_that_stays() -> None:
         assert first["statusCode"] == 200
         assert first["runtimeSessionId"] == session
         assert first["contentType"].startswith("application/json")
-        said = json.loads(first["body"])
-        assert (said["count"], said["session"], said["payload"]) == (1, session, {"a": [1, "é"]})
+        document = json.loads(first["body"])
+        assert (document["count"], document["session"], document["payload"]) == (1, session, {"a": [1, "é"]})
         again = await caller.invoke({}, session)
-        assert (again["count"], again["pid"]) == (2, said["pid"])
+        assert (again["count"], again["pid"]) == (2, document["pid"])
         other = await caller.invoke({})
-        assert (other["count"], other["pid"] != said["pid"]) == (1, True)
+        assert (other["count"], other["pid"] != document["pid"]) == (1, True)
         assert len(await caller.sessions()) == 2
 
 
@@ -358,6 +358,6 @@ async def test_half_a_character_is_named_as_such() -> None:
             aiohttp.ClientSession() as http,
             http.put(f"{caller.url}/runtimes/", data=b'{"agentRuntimeName": "\\ud800"}') as answer,
         ):
-            told = await answer.json()
+            body = await answer.json()
         assert answer.status == 400
-        assert r"byte 22 has \ud800, half of a surrogate pair" in told["message"]
+        assert r"byte 22 has \ud800, half of a surrogate pair" in body["message"]

@@ -121,10 +121,10 @@ class Sink:
         return handle
 
     async def _tell(self, request: web.Request) -> web.Response:
-        told: dict[str, Any] = await request.json()
+        body: dict[str, Any] = await request.json()
         now = anyio.current_time()
-        self.marks.append(Mark(told["session_id"], told["what"], told["pid"], now, request.transport))
-        return web.json_response({}, status=410 if told["session_id"] in self._enough else 200)
+        self.marks.append(Mark(body["session_id"], body["what"], body["pid"], now, request.transport))
+        return web.json_response({}, status=410 if body["session_id"] in self._enough else 200)
 
     async def _outcome(self, request: web.Request) -> web.Response:
         record = wire.decode(await request.read(), OutcomeRecord, "an outcome")

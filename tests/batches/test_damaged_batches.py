@@ -74,12 +74,12 @@ def test_rows_of_several_turns_are_not_rows_per_turn(written: Path) -> None:
 
 
 def test_weights_that_are_not_the_rows_parts_are_refused() -> None:
-    made = to_tensordict(from_groups([group(branching("g-1", 1.0))]), pad_token_id=0)
-    made["weight"] = made["weight"].flip(0)
+    tensors = to_tensordict(from_groups([group(branching("g-1", 1.0))]), pad_token_id=0)
+    tensors["weight"] = tensors["weight"].flip(0)
     with pytest.raises(
         UsageError, match=r"rollout g-1, turn t1: weight 0\.4.*, and its row has 3 of 5 tokens"
     ):
-        from_tensordict(made)
+        from_tensordict(tensors)
 
 
 @pytest.mark.parametrize(
@@ -92,22 +92,22 @@ def test_weights_that_are_not_the_rows_parts_are_refused() -> None:
 def test_tensors_that_say_more_than_the_rows_are_refused(
     name: str, place: tuple[int, int], value: float, says: str
 ) -> None:
-    made = to_tensordict(from_groups([group(branching("g-1", 1.0))]), pad_token_id=0)
-    made[name][place] = value
+    tensors = to_tensordict(from_groups([group(branching("g-1", 1.0))]), pad_token_id=0)
+    tensors[name][place] = value
     with pytest.raises(UsageError, match=f"rollout g-1, {says}"):
-        from_tensordict(made)
+        from_tensordict(tensors)
 
 
 def test_rows_come_back_whatever_order_they_are_in(tmp_path: Path) -> None:
     given = [group(branching("g-1", 1.0), branching("g-2", 0.0))]
     batch = from_groups(given)
-    made = to_tensordict(batch, pad_token_id=0, dtype=torch.float64)
+    tensors = to_tensordict(batch, pad_token_id=0, dtype=torch.float64)
     write_parquet(tmp_path / "batch.parquet", batch)
     table = pyarrow.parquet.read_table(tmp_path / "batch.parquet")
     pyarrow.parquet.write_table(table.take([3, 1, 0, 2]), tmp_path / "batch.parquet")
     read = read_parquet(tmp_path / "batch.parquet")
     assert isinstance(read, Batch)
-    for found in (from_tensordict(made[torch.tensor([3, 1, 0, 2])]), read):
+    for found in (from_tensordict(tensors[torch.tensor([3, 1, 0, 2])]), read):
         assert to_groups(found) == to_groups(batch)
 
 

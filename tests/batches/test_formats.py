@@ -99,33 +99,33 @@ def test_a_tensordict_of_float32_rounds_log_probabilities_and_weights_alone() ->
 
 def test_tensors_are_padded_as_trainers_expect() -> None:
     given = [group(branching("g-1", 0.75), branching("g-2", None))]
-    made = to_tensordict(from_groups(given), pad_token_id=99, prompt_length=7, response_length=5)
-    assert made.batch_size == torch.Size([2])
-    assert made["prompts"].tolist() == [[99, 99, 99, 99, 1, 2, 3], [1, 2, 3, 10, 11, 5, 6]]
-    assert made["responses"].tolist() == [[10, 11, 4, 12, 99], [13, 14, 99, 99, 99]]
-    assert made["input_ids"].tolist()[0] == [99, 99, 99, 99, 1, 2, 3, 10, 11, 4, 12, 99]
-    assert made["attention_mask"].tolist()[0] == [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 0]
-    assert made["position_ids"].tolist()[0][:11] == [0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6]
-    assert made["response_mask"].tolist() == [[1, 1, 0, 1, 0], [1, 1, 0, 0, 0]]
-    assert made["scores"].tolist() == [[0.0, 0.0, 0.0, 0.75, 0.0], [0.0, 0.75, 0.0, 0.0, 0.0]]
-    assert made["version_low"].tolist() == [[3, 3, -1, 4, -1], [3, 3, -1, -1, -1]]
-    assert made["version_high"].tolist() == made["version_low"].tolist()
-    assert made["rollout_log_probs"].dtype == torch.float32
-    assert made["rollout_log_probs"][0].tolist() == pytest.approx([-1.0, -1.1, 0.0, -1.2, 0.0])
-    assert made["weight"].tolist() == pytest.approx([0.6, 0.4])
-    assert list(made["rollout_id"]) == ["g-1", "g-1"] and list(made["group_id"]) == ["g", "g"]
+    tensors = to_tensordict(from_groups(given), pad_token_id=99, prompt_length=7, response_length=5)
+    assert tensors.batch_size == torch.Size([2])
+    assert tensors["prompts"].tolist() == [[99, 99, 99, 99, 1, 2, 3], [1, 2, 3, 10, 11, 5, 6]]
+    assert tensors["responses"].tolist() == [[10, 11, 4, 12, 99], [13, 14, 99, 99, 99]]
+    assert tensors["input_ids"].tolist()[0] == [99, 99, 99, 99, 1, 2, 3, 10, 11, 4, 12, 99]
+    assert tensors["attention_mask"].tolist()[0] == [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 0]
+    assert tensors["position_ids"].tolist()[0][:11] == [0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6]
+    assert tensors["response_mask"].tolist() == [[1, 1, 0, 1, 0], [1, 1, 0, 0, 0]]
+    assert tensors["scores"].tolist() == [[0.0, 0.0, 0.0, 0.75, 0.0], [0.0, 0.75, 0.0, 0.0, 0.0]]
+    assert tensors["version_low"].tolist() == [[3, 3, -1, 4, -1], [3, 3, -1, -1, -1]]
+    assert tensors["version_high"].tolist() == tensors["version_low"].tolist()
+    assert tensors["rollout_log_probs"].dtype == torch.float32
+    assert tensors["rollout_log_probs"][0].tolist() == pytest.approx([-1.0, -1.1, 0.0, -1.2, 0.0])
+    assert tensors["weight"].tolist() == pytest.approx([0.6, 0.4])
+    assert list(tensors["rollout_id"]) == ["g-1", "g-1"] and list(tensors["group_id"]) == ["g", "g"]
     with pytest.raises(UsageError, match=r"rollout g-1, turn t3: its prompt has 7 tokens"):
         to_tensordict(from_groups(given), pad_token_id=0, prompt_length=5)
 
 
 def test_whole_rollouts_of_a_tensordict_are_a_batch() -> None:
     batch = from_groups(hand_made())
-    made = to_tensordict(batch, pad_token_id=0, dtype=torch.float64)
-    some = from_tensordict(made[:2])
+    tensors = to_tensordict(batch, pad_token_id=0, dtype=torch.float64)
+    some = from_tensordict(tensors[:2])
     assert [r.rollout.id for r in some.rollouts] == ["g-1", "g-3", "g-greedy"]
     assert some.rows == batch.rows[:2]
     with pytest.raises(UsageError, match=r"rollout g-1, turn t1: the weights .* a row is missing"):
-        from_tensordict(made[:1])
+        from_tensordict(tensors[:1])
 
 
 @pytest.mark.parametrize(
@@ -136,22 +136,22 @@ def test_whole_rollouts_of_a_tensordict_are_a_batch() -> None:
         ("version_low", (0, 3), 9, r"rollout g-1, turn t2: version_low is 9 at response token 3"),
         ("scores", (1, 0), 1.0, r"rollout g-1, turn t3: scores is 1.0 at response token 0"),
         ("attention_mask", (0, 5), 0, r"rollout g-1, turn t1: its attention mask"),
-        ("position_ids", (1, 3), 7, r"rollout g-1, turn t3: its positions"),
-        ("input_ids", (1, 3), 7, r"rollout g-1, turn t3: input_ids are not"),
+        ("position_ids", (1, 3), 7, r"rollout g-1, turn t3: position_ids must count"),
+        ("input_ids", (1, 3), 7, r"rollout g-1, turn t3: input_ids must be"),
     ],
 )
 def test_tensors_that_do_not_line_up_are_refused(name: str, place: tuple, value: float, says: str) -> None:
-    made = to_tensordict(from_groups(hand_made()), pad_token_id=0)
-    made[name][place] = value
+    tensors = to_tensordict(from_groups(hand_made()), pad_token_id=0)
+    tensors[name][place] = value
     with pytest.raises(UsageError, match=says):
-        from_tensordict(made)
+        from_tensordict(tensors)
 
 
 def test_a_tensordict_without_a_column_is_refused_by_its_name() -> None:
-    made = to_tensordict(from_groups(hand_made()), pad_token_id=0)
-    del made["turns"]
+    tensors = to_tensordict(from_groups(hand_made()), pad_token_id=0)
+    del tensors["turns"]
     with pytest.raises(UsageError, match="'turns'"):
-        from_tensordict(made)
+        from_tensordict(tensors)
 
 
 # --- files that do not line up -------------------------------------------------------------------

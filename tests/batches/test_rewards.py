@@ -344,8 +344,8 @@ async def test_a_turn_has_one_reward_however_it_is_named(tmp_path: Path) -> None
     engine = ScriptedEngine(lambda _: said("Yes."))
     async with running(engine, tmp_path) as up:
         key = (await up.client.open(SPEC)).api_key
-        asked = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
-        _, reply = await up.ask("POST", "/s/r.1/v1/chat/completions", asked, key)
+        body = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
+        _, reply = await up.ask("POST", "/s/r.1/v1/chat/completions", body, key)
         for name in ("t1", "0", reply["id"]):
             assert (await up.ask("POST", "/s/r.1/reward", {"reward": 0.5, "turn": name}, key))[0] == 200
         assert (await up.ask("POST", "/s/r.1/reward", {"reward": 0.7, "turn": "0"}, key))[0] == 409
@@ -353,11 +353,11 @@ async def test_a_turn_has_one_reward_however_it_is_named(tmp_path: Path) -> None
 
 
 async def test_a_call_that_still_runs_may_be_rewarded_and_repeating_it_is_harmless(tmp_path: Path) -> None:
-    asked, go = asyncio.Event(), asyncio.Event()
+    requested, go = asyncio.Event(), asyncio.Event()
 
     class Slow(ScriptedEngine):
         async def generate(self, call: GenerateRequest) -> AsyncGenerator[Chunk]:
-            asked.set()
+            requested.set()
             await go.wait()
             async for chunk in super().generate(call):
                 yield chunk
@@ -366,7 +366,7 @@ async def test_a_call_that_still_runs_may_be_rewarded_and_repeating_it_is_harmle
         key = (await up.client.open(SPEC)).api_key
         body = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
         calling = asyncio.create_task(up.ask("POST", "/s/r.1/v1/chat/completions", body, key))
-        await asked.wait()
+        await requested.wait()
         outcome = {"reward": 1.0, "turn_rewards": {"0": 0.5, "t1": 0.5}}
         refused = await up.ask("POST", "/s/r.1/outcome", {"turn_rewards": {"1": 0.5}}, key)
         assert refused[0] == 400

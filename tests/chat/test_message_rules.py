@@ -292,11 +292,11 @@ def test_under_all_rules_users_and_turns_alternate(messages: list[Message]) -> N
 
 def test_images_keep_their_places_in_texts_that_are_put_together() -> None:
     picture = ImageRef("d", 2)
-    shown = Message(role="user", content="a b", images=(picture,))
+    message = Message(role="user", content="a b", images=(picture,))
     result = Message(role="tool", content="r", tool_call_id="x", images=(ImageRef("e", 1),))
-    (merged,) = fold([USER, shown], [], frozenset({"merge-users"})).messages
+    (merged,) = fold([USER, message], [], frozenset({"merge-users"})).messages
     assert merged.content[merged.images[0].offset :] == "b"
-    (answer,) = fold([result, shown], [], frozenset({"user-in-result"}), begins=False).messages
+    (answer,) = fold([result, message], [], frozenset({"user-in-result"}), begins=False).messages
     assert answer.content == "r\n\n<user>\na b\n</user>"
     assert [answer.content[image.offset :] for image in answer.images] == [
         "\n\n<user>\na b\n</user>",

@@ -110,8 +110,8 @@ def test_stripped_reasoning_is_a_change_only_under_policy_template(thinking: Cha
 
 
 def test_a_conversation_that_spells_the_anchor_is_not_spliced(tiny: ChatTokenizer) -> None:
-    said = Message(role="user", content="afieldanchor")
-    assert tiny.splice([said, ANSWER], [USER], truncated=False) is None
+    message = Message(role="user", content="afieldanchor")
+    assert tiny.splice([message, ANSWER], [USER], truncated=False) is None
 
 
 # --- control tokens in content -------------------------------------------------------------------

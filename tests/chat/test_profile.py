@@ -76,12 +76,12 @@ def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     model = write_model(tmp_path / "tagged", "tagged")
     assert main(["inspect-template", str(model), "--json"]) == 0
     [line] = capsys.readouterr().out.splitlines()
-    found = json.loads(line)
-    assert found["model"] == "tagged"
-    assert found["usable"] is True
-    assert found["tool_format"] == "qwen_xml"
-    assert found["appends"]["tool"] == "append"
-    assert found["template_hash"] == ChatTokenizer.load(model).profile.template_hash
+    document = json.loads(line)
+    assert document["model"] == "tagged"
+    assert document["usable"] is True
+    assert document["tool_format"] == "qwen_xml"
+    assert document["appends"]["tool"] == "append"
+    assert document["template_hash"] == ChatTokenizer.load(model).profile.template_hash
 
 
 def test_template_with_unknown_tool_format_fails_with_tools(
@@ -91,8 +91,8 @@ def test_template_with_unknown_tool_format_fails_with_tools(
     assert main(["inspect-template", model, "--tools", "--strict"]) == 1
     assert "note              the template renders no tools" in capsys.readouterr().out
     assert main(["inspect-template", model, "--tools", "--strict", "--json"]) == 1
-    shown = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (shown["usable"], shown["rules"]) == (False, ["developer-as-system"])
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (document["usable"], document["rules"]) == (False, ["developer-as-system"])
     assert main(["inspect-template", model, "--tools"]) == 0
 
 
@@ -106,11 +106,11 @@ def test_missing_model_directory_is_a_usage_error(capsys: pytest.CaptureFixture[
 
 def test_cached_profile_is_used(tmp_path: Path) -> None:
     model, cache = write_model(tmp_path / "tiny", "tiny"), tmp_path / "cache"
-    found = ChatTokenizer.load(model, cache=cache).profile
+    profile = ChatTokenizer.load(model, cache=cache).profile
     [file] = cache.iterdir()
-    assert ChatTokenizer.load(model, cache=cache).profile == found
-    known = json.loads(file.read_text())
-    file.write_text(json.dumps({**known, "notes": ["seen"]}))
+    assert ChatTokenizer.load(model, cache=cache).profile == profile
+    document = json.loads(file.read_text())
+    file.write_text(json.dumps({**document, "notes": ["seen"]}))
     assert ChatTokenizer.load(model, cache=cache).profile.notes == ("seen",)
 
 
@@ -129,12 +129,12 @@ def test_changed_input_gives_another_cached_profile(tmp_path: Path, change: str)
 
 def test_unreadable_cached_profile_is_replaced(tmp_path: Path) -> None:
     model, cache = write_model(tmp_path / "tiny", "tiny"), tmp_path / "cache"
-    found = ChatTokenizer.load(model, cache=cache).profile
+    profile = ChatTokenizer.load(model, cache=cache).profile
     [file] = cache.iterdir()
     for broken in ("{", "{}", '{"appends": 7}'):
         file.write_text(broken)
-        assert ChatTokenizer.load(model, cache=cache).profile == found
-        assert json.loads(file.read_text())["template_hash"] == found.template_hash
+        assert ChatTokenizer.load(model, cache=cache).profile == profile
+        assert json.loads(file.read_text())["template_hash"] == profile.template_hash
 
 
 def test_unwritable_profile_cache_is_ignored(tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ class RuntimeContract:
 
     async def reap(self, place: Place, attempt: Attempt) -> None:
         """What ends a session whose controller was killed, where it outlives it."""
-        found = [live.session_id for live in await place.runtime.list()]
-        assert attempt.session_id in found or not place.runtime.capabilities.lists, found
+        session_ids = [live.session_id for live in await place.runtime.list()]
+        assert attempt.session_id in session_ids or not place.runtime.capabilities.lists, session_ids
         await place.runtime.stop(attempt)
 
     @pytest.fixture

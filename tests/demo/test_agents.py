@@ -99,9 +99,9 @@ async def test_the_policy_was_warmed_up_on_what_the_agents_really_send(name, tmp
     _, calls = await play(name, tmp_path, call(item="red mug"), said("It costs $11."))
     builder = demo_policy_builder()
     harness = builder.harnesses()[list(AGENTS).index(name)]
-    asked = [{"role": "system", "content": harness.system}, {"role": "user", "content": TASK["question"]}]
+    messages = [{"role": "system", "content": harness.system}, {"role": "user", "content": TASK["question"]}]
     prompt = TOKENIZER.apply_chat_template(
-        asked, tools=harness.tools, add_generation_prompt=True, return_dict=False
+        messages, tools=harness.tools, add_generation_prompt=True, return_dict=False
     )
     assert list(calls[0].prompt_ids) == list(prompt)
 

@@ -43,9 +43,9 @@ def evidence(path: Path, rollouts: Iterable[RolloutFacts], steps: list[dict[str,
     for line in steps or []:
         run.append_metrics(line)
     run.index.refresh()
-    found = RunEvidence(run)
-    found.rollouts = list(rollouts)
-    return found
+    run_evidence = RunEvidence(run)
+    run_evidence.rollouts = list(rollouts)
+    return run_evidence
 
 
 def names(run: RunEvidence) -> list[str]:

@@ -90,7 +90,7 @@ def test_cli_page_is_written_from_the_parsers() -> None:
     ],
 )
 def test_page_explains_every_option_of_its_command(command: str, page: str) -> None:
-    shown = {option for option, text in commands()[command].items() if text != "==SUPPRESS=="}
+    options = {option for option, text in commands()[command].items() if text != "==SUPPRESS=="}
     explained = (DOCS / page).read_text()
-    missing = [option for option in shown - {"-h", "--help"} if f"`{option}" not in explained]
+    missing = [option for option in options - {"-h", "--help"} if f"`{option}" not in explained]
     assert not missing, f"{page} does not explain {missing}"

@@ -220,15 +220,15 @@ async def test_a_stream_that_is_left_closes_its_connection() -> None:
 
 
 async def test_a_client_that_is_closed_ends_its_requests() -> None:
-    asked = asyncio.Event()
+    requested = asyncio.Event()
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        asked.set()
+        requested.set()
         await reader.read()
 
     async with client(Server(silent)) as http:
         asking = asyncio.create_task(http.ask("POST", "/a"))
-        await asked.wait()
+        await requested.wait()
         await http.__aexit__()
         with pytest.raises(Unavailable, match="the engine was closed"):
             await asking

@@ -585,10 +585,10 @@ async def test_prompts_are_scored_as_by_a_direct_forward_pass(model: Path, tempe
         beside = a_call("beside", LONG[:50], max_tokens=30)
         chunks, _ = await asyncio.gather(*map(answer_of(engine), (scoring, beside)))
     assert [c.token_ids for c in chunks] == [c.token_ids for c in cached]
-    told = chunks[0].prompt_logprobs
-    assert told is not None and told[0] == ()
+    prompt_logprobs = chunks[0].prompt_logprobs
+    assert prompt_logprobs is not None and prompt_logprobs[0] == ()
     for n in range(1, len(LONG)):
-        (token, own), *others = told[n]
+        (token, own), *others = prompt_logprobs[n]
         assert token == LONG[n]
         assert own == pytest.approx(logprobs[n - 1, token].item(), abs=TOLERANCE)
         best = logprobs[n - 1].topk(3)

@@ -30,7 +30,7 @@ from support.processes import alive
 from support.vllm_package import python_with_vllm, starts
 
 pytestmark = pytest.mark.anyio
-NEW = VllmInstallation(version="0.32.0", cpu=False, scale_out=True, found=True)
+NEW = VllmInstallation(version="0.32.0", cpu=False, scale_out=True, importable=True)
 OPTIONS = VllmServerOptions(model="/models/m", log="vllm.log")
 BOUND_S = 60
 

@@ -246,8 +246,8 @@ async def test_an_adapter_the_server_refuses_changes_nothing(adapters: list[str]
             await engine.load(2, str(broken))
         assert (await engine.info()).version == 1
         assert versions(await answer(engine, a_call())) == [1] * 12
-    silent = FakeVllm(ScriptedEngine(counting), no_server_info=True)
-    async with connected(silent) as engine:
+    fake_vllm = FakeVllm(ScriptedEngine(counting), no_server_info=True)
+    async with connected(fake_vllm) as engine:
         with pytest.raises(
             UsageError, match=r"answers 500 to /server_info \(.*No module named pip.*/metrics"
         ):

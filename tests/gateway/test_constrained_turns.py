@@ -127,10 +127,12 @@ async def test_anthropic_tool_choice_and_output_format(model: Path, tmp_path: Pa
 async def test_a_reply_cut_off_by_max_tokens_ends_with_length(model: Path, tmp_path: Path) -> None:
     async with running(TorchEngine(model), tmp_path / "store", model) as up:
         client = await up.agent()
-        made = await client.chat.completions.create(
+        completion = await client.chat.completions.create(
             model="m", messages=USER, max_tokens=3, tools=TOOLS, tool_choice="required"
         )
-        assert made.choices[0].finish_reason == "length" and not made.choices[0].message.tool_calls
+        assert (
+            completion.choices[0].finish_reason == "length" and not completion.choices[0].message.tool_calls
+        )
         (turn,) = await recorded(up)
     assert turn.finish_reason is FinishReason.LENGTH
     assert rescored(model, trained([turn])) < 1e-4
@@ -183,11 +185,11 @@ async def test_stop_string_does_not_restart_the_grammar(model: Path, tmp_path: P
     engine = Stopping(model, ChatTokenizer.load(model).decode)
     async with running(engine, tmp_path / "store", model) as up:
         client = await up.agent()
-        made = await client.chat.completions.create(
+        completion = await client.chat.completions.create(
             model="m", messages=USER, max_tokens=ROOM, tools=TOOLS, tool_choice="required", stop=["name"]
         )
         (turn,) = await recorded(up)
-    assert len(engine.calls) == 1 and made.choices[0].message.tool_calls
+    assert len(engine.calls) == 1 and completion.choices[0].message.tool_calls
     assert rescored(model, trained([turn])) < 1e-4
 
 
@@ -255,7 +257,7 @@ async def test_servers_get_the_grammar_as_structural_tag(model: Path, tmp_path: 
             assert (await engine.info()).constraints
             client = await up.agent()
             for stream in (False, True):
-                made: Any = await client.chat.completions.create(
+                completion: Any = await client.chat.completions.create(
                     model="m",
                     messages=USER,
                     max_tokens=60,
@@ -264,7 +266,7 @@ async def test_servers_get_the_grammar_as_structural_tag(model: Path, tmp_path: 
                     stream=stream,
                 )
                 if stream:
-                    assert [chunk async for chunk in made]
+                    assert [chunk async for chunk in completion]
             turns = await recorded(up)
     given = fake.bodies[-1] if kind == "vllm completions" else fake.bodies[-1]["sampling_params"]
     sent = given["structural_tag"] if sglang else given["structured_outputs"]["structural_tag"]
@@ -274,12 +276,15 @@ async def test_servers_get_the_grammar_as_structural_tag(model: Path, tmp_path: 
 
 
 async def test_server_without_enforcement_is_detected(model: Path, tmp_path: Path) -> None:
-    silent = ScriptedEngine(lambda _: ScriptedReply(token_ids=tuple(range(20, 60))))
-    async with serving(FakeVllm(silent)) as url, running(VllmEngine(url), tmp_path / "store", model) as up:
+    scripted_engine = ScriptedEngine(lambda _: ScriptedReply(token_ids=tuple(range(20, 60))))
+    async with (
+        serving(FakeVllm(scripted_engine)) as url,
+        running(VllmEngine(url), tmp_path / "store", model) as up,
+    ):
         strict, lax = await up.agent(), await up.agent("r.2", unsupported="ignore")
-        asked: Any = {"model": "m", "messages": USER, "tools": TOOLS, "tool_choice": "required"}
+        body: Any = {"model": "m", "messages": USER, "tools": TOOLS, "tool_choice": "required"}
         with pytest.raises(openai.BadRequestError, match=r"tool_choice: the engine \(vllm\) cannot"):
-            await strict.chat.completions.create(**asked)
-        await lax.chat.completions.create(**asked, max_tokens=3)
+            await strict.chat.completions.create(**body)
+        await lax.chat.completions.create(**body, max_tokens=3)
         (turn,) = await recorded(up, "r.2")
     assert turn.tags == ("ignored:tool_choice",) and turn.constraint is None

@@ -60,8 +60,8 @@ async def test_gateway_waits_for_its_engine(tmp_path: Path) -> None:
 async def test_missing_engine_fails_with_a_remedy(tmp_path: Path) -> None:
     [port] = free_ports(1)
     process = await gateway(tmp_path, port, 1)
-    _, told = await asyncio.wait_for(process.communicate(), 120)
+    _, stderr = await asyncio.wait_for(process.communicate(), 120)
     assert process.returncode == 1
-    last = told.decode().strip().splitlines()[-1]
+    last = stderr.decode().strip().splitlines()[-1]
     assert last.startswith("afield: no engine answered within 1 s: vllm-1: cannot connect to")
-    assert "start the engine" in last and "ClientConnector" not in told.decode()
+    assert "start the engine" in last and "ClientConnector" not in stderr.decode()

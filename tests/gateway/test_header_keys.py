@@ -289,11 +289,11 @@ async def test_path_keys_are_refused_by_default(tmp_path: Path, caplog: pytest.L
         ticket = await up.client.open(SessionSpec(id="r.1"))
         assert ticket.base_url == f"{up.url}/s/r.1"
         with caplog.at_level(logging.DEBUG, logger="afield"):
-            status, told = await up.ask(
+            status, answer = await up.ask(
                 "POST", f"/k/{ticket.api_key}{CHAT}", json.loads(BODY), key=ticket.api_key
             )
-        assert (status, told["error"]["code"]) == (401, "invalid_api_key")
-        assert "--path-keys" in told["error"]["message"]
+        assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+        assert "--path-keys" in answer["error"]["message"]
         assert ticket.api_key not in caplog.text
 
 

@@ -69,9 +69,9 @@ async def test_image_is_recorded_as_expanded_by_the_engine(model: Path, tmp_path
         more: Any = [*ASKED, reply, {"role": "user", "content": "Sure?"}]
         stream = await agent.chat.completions.create(model="m", messages=more, stream=True)
         assert [chunk async for chunk in stream]
-        _, told = await up.ask("GET", "/sessions/r.1/turns?prompt_ids=1")
+        _, answer = await up.ask("GET", "/sessions/r.1/turns?prompt_ids=1")
         record = await up.client.finalize("r.1")
-    one, two = told["turns"]
+    one, two = answer["turns"]
     assert one["prompt_ids"].count(picture) == two["prompt_ids"].count(picture) == 5
     assert two["parent"] == one["id"] and two["tier"] == "append"
     digest = hashlib.sha256(BYTES).hexdigest()

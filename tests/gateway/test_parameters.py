@@ -61,8 +61,8 @@ BODY_TYPES = {
 
 
 def decoded(dialect: str, **body: Any) -> ModelRequest:
-    asked = RawRequest("", msgspec.json.encode({**BODIES[dialect], **body}), {"model": "m"}, {}, {})
-    return DECODERS[dialect](asked)[0]
+    raw_request = RawRequest("", msgspec.json.encode({**BODIES[dialect], **body}), {"model": "m"}, {}, {})
+    return DECODERS[dialect](raw_request)[0]
 
 
 def calling(**config: Any) -> dict[str, Any]:
@@ -298,10 +298,10 @@ def test_unsupported_parameter_gets_400_or_is_ignored(dialect: str, body: dict[s
     with pytest.raises(ApiError, match=re.escape(name)) as refused:
         decoded(dialect, **body)
     assert (refused.value.status, refused.value.parameter) == (400, name)
-    asked = RawRequest(
+    raw_request = RawRequest(
         "", msgspec.json.encode({**BODIES[dialect], **body}), {"model": "m"}, {}, {}, ignore=True
     )
-    assert f"ignored:{name}" in DECODERS[dialect](asked)[0].tags
+    assert f"ignored:{name}" in DECODERS[dialect](raw_request)[0].tags
 
 
 def test_parameters_page_matches_the_table() -> None:

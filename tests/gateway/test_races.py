@@ -160,8 +160,8 @@ async def test_failed_write_releases_waiters(tmp_path: Path) -> None:
                 await client.chat.completions.create(model="m", messages=hello())
         assert up.gateway.metrics.in_flight == 0
         again = {"x-stainless-retry-count": "1"}
-        made = client.chat.completions.create(model="m", messages=hello(), extra_headers=again)
-        assert (await asyncio.wait_for(made, 60)).choices[0].message.content == "one"
+        completion = client.chat.completions.create(model="m", messages=hello(), extra_headers=again)
+        assert (await asyncio.wait_for(completion, 60)).choices[0].message.content == "one"
 
 
 class Miscounting(ScriptedEngine):
@@ -359,9 +359,9 @@ async def test_unreadable_row_is_named(tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "gateway.sqlite", isolation_level=None)) as other:
         other.execute("UPDATE sessions SET body=x'00' WHERE id='r.1'")
     async with running(ScriptedEngine([]), tmp_path) as up:
-        status, told = await up.ask("GET", "/sessions/r.1")
+        status, answer = await up.ask("GET", "/sessions/r.1")
         assert status == 503
-        assert "r.1" in told["error"]["message"]
+        assert "r.1" in answer["error"]["message"]
 
 
 # --- workers and weights -------------------------------------------------------------------------

@@ -107,8 +107,8 @@ async def test_request_bytes_in_flight_are_limited_per_session(tmp_path: Path) -
         async with asyncio.timeout(60):
             while session.body_bytes < 2 * (len(body) - 1):
                 await asyncio.sleep(0.01)
-        status, told = await up.ask("POST", "/v1/chat/completions", body, first.api_key)
-        assert status == 429 and told["error"]["code"] == "too_many_bytes_in_flight"
+        status, answer = await up.ask("POST", "/v1/chat/completions", body, first.api_key)
+        assert status == 429 and answer["error"]["code"] == "too_many_bytes_in_flight"
         status, _ = await up.ask("POST", "/v1/chat/completions", body, other.api_key)
         assert status == 400  # taken, and too long for this model
         for _, writer in waiting:
@@ -137,8 +137,8 @@ async def test_compressed_body_is_read_whole_or_refused(spoil, wanted: str, tmp_
         headers = {"authorization": f"Bearer {ticket.api_key}", "content-encoding": "gzip"}
         for messages in (short, said):
             body = spoil(gzip.compress(json.dumps({"model": "m", "messages": messages}).encode()))
-            _, told = await up.ask("POST", "/v1/chat/completions", body, headers=headers)
-            assert wanted in str(told) or ("context length" in str(told) and wanted == "hello")
+            _, answer = await up.ask("POST", "/v1/chat/completions", body, headers=headers)
+            assert wanted in str(answer) or ("context length" in str(answer) and wanted == "hello")
 
 
 # --- connections ---------------------------------------------------------------------------------
@@ -225,11 +225,11 @@ async def test_large_body_above_the_minimum_rate_is_accepted(tmp_path: Path) -> 
 
 
 async def test_running_call_does_not_time_out_its_client(tmp_path: Path) -> None:
-    asked, go_on = asyncio.Event(), asyncio.Event()
+    requested, go_on = asyncio.Event(), asyncio.Event()
 
     class Waiting(ScriptedEngine):
         async def generate(self, call: GenerateRequest):
-            asked.set()
+            requested.set()
             await go_on.wait()
             async for chunk in super().generate(call):
                 yield chunk
@@ -239,7 +239,7 @@ async def test_running_call_does_not_time_out_its_client(tmp_path: Path) -> None
         call = asyncio.create_task(
             agent.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
         )
-        await asked.wait()
+        await requested.wait()
         async with connected(up) as (reader, _):  # one that is cut off meanwhile
             await asyncio.wait_for(_all_of(reader), 60)
         go_on.set()
@@ -276,6 +276,6 @@ async def test_body_with_half_of_a_surrogate_pair_gets_400(tmp_path: Path) -> No
         ticket = await up.client.open(SessionSpec(id="r.1"))
         body = b'{"model": "m", "messages": [{"role": "user", "content": "\\ud83d\\ude00 \\ud800"}]}'
         for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/s/r.1/outcome"):
-            status, told = await up.ask("POST", path, body, ticket.api_key)
+            status, answer = await up.ask("POST", path, body, ticket.api_key)
             assert status == 400
-            assert r"\ud800, half of a surrogate pair" in str(told).replace("\\\\", "\\")
+            assert r"\ud800, half of a surrogate pair" in str(answer).replace("\\\\", "\\")

@@ -34,9 +34,9 @@ async def test_requested_sampling_is_overridden_with_tags(tmp_path: Path) -> Non
         await agent.chat.completions.create(
             model="m", messages=SAID, temperature=0.1, top_p=1.0, seed=3, extra_body=more
         )
-        _, told = await up.ask("GET", "/sessions/r.1/turns")
+        _, answer = await up.ask("GET", "/sessions/r.1/turns")
     assert asked == [Sampling(temperature=0.7)]
-    assert told["turns"][0]["tags"] == ["overridden:temperature", "overridden:top_k", "overridden:seed"]
+    assert answer["turns"][0]["tags"] == ["overridden:temperature", "overridden:top_k", "overridden:seed"]
 
 
 async def test_client_sampling_applies_allowed_settings(tmp_path: Path) -> None:
@@ -44,9 +44,9 @@ async def test_client_sampling_applies_allowed_settings(tmp_path: Path) -> None:
     async with running(scripted, tmp_path) as up:
         agent = await up.agent(client_sampling=("temperature", "seed"))
         await agent.chat.completions.create(model="m", messages=SAID, temperature=0.1, top_p=0.5, seed=3)
-        _, told = await up.ask("GET", "/sessions/r.1/turns")
+        _, answer = await up.ask("GET", "/sessions/r.1/turns")
     assert asked == [Sampling(temperature=0.1, seed=3)]
-    (turn,) = told["turns"]
+    (turn,) = answer["turns"]
     assert turn["tags"] == ["overridden:top_p"]
     assert turn["sampling"]["temperature"] == 0.1
 
@@ -60,8 +60,8 @@ async def test_invalid_allowed_sampling_gets_400(tmp_path: Path) -> None:
         for value in nonsense:
             body = {"messages": SAID, **value}
             assert (await up.ask("POST", "/s/a.1/v1/chat/completions", body))[0] in (200, 400)
-            status, told = await up.ask("POST", "/s/b.1/v1/chat/completions", body)
-            assert status == 400 and next(iter(value)) in told["error"]["message"]
+            status, answer = await up.ask("POST", "/s/b.1/v1/chat/completions", body)
+            assert status == 400 and next(iter(value)) in answer["error"]["message"]
     assert all(sampling == Sampling() for sampling in asked)
 
 
@@ -73,6 +73,6 @@ async def test_gemini_sampling_is_read_from_generation_config(tmp_path: Path) ->
         body = {"contents": contents, "generationConfig": {"temperature": 0.25, "topP": 0.5}}
         status, _ = await up.ask("POST", "/s/r.1/v1beta/models/m:generateContent", body)
         assert status == 200
-        _, told = await up.ask("GET", "/sessions/r.1/turns")
+        _, answer = await up.ask("GET", "/sessions/r.1/turns")
     assert asked == [Sampling(temperature=0.25)]
-    assert told["turns"][0]["tags"] == ["overridden:top_p"]
+    assert answer["turns"][0]["tags"] == ["overridden:top_p"]

@@ -39,12 +39,18 @@ def text_of(ids: Sequence[int]) -> str:
 
 
 def request(dialect: str, text: str, stop: str, stream: bool, toolset: int = 0) -> tuple[str, bytes]:
-    said = [{"role": "user", "content": text}]
+    messages = [{"role": "user", "content": text}]
     if dialect == "completions":
         body = {"prompt": text, "stop": [stop], "max_tokens": 200, "stream": stream, "model": "m"}
         return "/v1/completions", json.dumps(body).encode()
     if dialect == "anthropic":
-        body = {"messages": said, "stop_sequences": [stop], "max_tokens": 200, "stream": stream, "model": "m"}
+        body = {
+            "messages": messages,
+            "stop_sequences": [stop],
+            "max_tokens": 200,
+            "stream": stream,
+            "model": "m",
+        }
         return "/v1/messages", json.dumps(body).encode()
     if dialect == "gemini":
         contents = [{"role": "user", "parts": [{"text": text}]}]
@@ -53,7 +59,7 @@ def request(dialect: str, text: str, stop: str, stream: bool, toolset: int = 0) 
         return f"/v1beta/models/m:{verb}", json.dumps(
             {"contents": contents, "generationConfig": config}
         ).encode()
-    body: dict[str, Any] = {"messages": said, "stop": [stop], "max_tokens": 200, "stream": stream}
+    body: dict[str, Any] = {"messages": messages, "stop": [stop], "max_tokens": 200, "stream": stream}
     body |= {"tools": list(TOOLSETS[toolset])} if toolset else {}
     return "/v1/chat/completions", json.dumps(body | {"model": "m"}).encode()
 

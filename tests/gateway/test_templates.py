@@ -26,8 +26,8 @@ LATER = {"role": "system", "content": "Speak French."}
 
 
 async def ask(client: openai.AsyncOpenAI, messages: list[Any], **rest: Any) -> Any:
-    made = await client.chat.completions.create(model="m", messages=messages, **rest)
-    return made.choices[0].message.model_dump(exclude_none=True)
+    completion = await client.chat.completions.create(model="m", messages=messages, **rest)
+    return completion.choices[0].message.model_dump(exclude_none=True)
 
 
 async def test_turn_is_tagged_with_message_rules(tmp_path: Path) -> None:

@@ -200,15 +200,17 @@ def conversation(dialect: str) -> list[dict[str, Any]]:
             "type": "function",
             "function": {"name": "get_price", "arguments": json.dumps(ARGUMENTS)},
         }
-        asked = [{"role": "user", "content": "How much?"}]
+        messages = [{"role": "user", "content": "How much?"}]
         first = {"role": "assistant", "content": "Let me see.", "tool_calls": [call]}
         first_back = [first, {"role": "tool", "tool_call_id": named, "content": "4"}]
         then = [{"role": "assistant", "content": "It is 4."}, {"role": "user", "content": "Thanks."}]
         tools: Any = [{"type": "function", "function": FUNCTION}]
         told: Any = {"tools": tools, "include_reasoning": False}
-        return [{**told, "messages": m} for m in (asked, asked + first_back, asked + first_back + then)]
+        return [
+            {**told, "messages": m} for m in (messages, messages + first_back, messages + first_back + then)
+        ]
     if dialect == "responses":
-        asked = [{"role": "user", "content": "How much?"}]
+        messages = [{"role": "user", "content": "How much?"}]
         first_back = [
             {"role": "assistant", "content": "Let me see."},
             {
@@ -223,10 +225,10 @@ def conversation(dialect: str) -> list[dict[str, Any]]:
         tools = [{"type": "function", **FUNCTION}]
         return [
             {"tools": tools, "input": items}
-            for items in (asked, asked + first_back, asked + first_back + then)
+            for items in (messages, messages + first_back, messages + first_back + then)
         ]
     if dialect == "anthropic":
-        asked = [{"role": "user", "content": "How much?"}]
+        messages = [{"role": "user", "content": "How much?"}]
         use = {"type": "tool_use", "id": named, "name": "get_price", "input": ARGUMENTS}
         result = {"type": "tool_result", "tool_use_id": named, "content": "4"}
         first_back = [
@@ -236,8 +238,10 @@ def conversation(dialect: str) -> list[dict[str, Any]]:
         then = [{"role": "assistant", "content": "It is 4."}, {"role": "user", "content": "Thanks."}]
         tools = [{"name": "get_price", "input_schema": FUNCTION["parameters"]}]
         told = {"tools": tools, "max_tokens": 200}
-        return [{**told, "messages": m} for m in (asked, asked + first_back, asked + first_back + then)]
-    asked = [{"role": "user", "parts": [{"text": "How much?"}]}]
+        return [
+            {**told, "messages": m} for m in (messages, messages + first_back, messages + first_back + then)
+        ]
+    messages = [{"role": "user", "parts": [{"text": "How much?"}]}]
     call = {"functionCall": {"name": "get_price", "args": ARGUMENTS}}
     answer = {"functionResponse": {"name": "get_price", "response": {"result": "4"}}}
     first_back = [
@@ -249,7 +253,10 @@ def conversation(dialect: str) -> list[dict[str, Any]]:
         {"role": "user", "parts": [{"text": "Thanks."}]},
     ]
     tools = [{"functionDeclarations": [FUNCTION]}]
-    return [{"tools": tools, "contents": c} for c in (asked, asked + first_back, asked + first_back + then)]
+    return [
+        {"tools": tools, "contents": c}
+        for c in (messages, messages + first_back, messages + first_back + then)
+    ]
 
 
 async def send(up: Running, key: str, dialect: str, body: dict[str, Any], stream: bool) -> str:

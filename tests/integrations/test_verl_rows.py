@@ -35,9 +35,9 @@ def failed(rollout_id: str, kind: FailureKind, reward: float | None = None) -> R
 
 
 def test_a_prompt_that_asks_for_no_rollout_ends_at_once_whatever_its_uid_is_made_of() -> None:
-    asked = GenerateCall(step=1, split=Split.TRAIN, version=0, groups=1)
+    generate_call = GenerateCall(step=1, split=Split.TRAIN, version=0, groups=1)
     ended: list[str] = []
-    PromptGroup({"uid": 7}, StepCounts(asked), []).when_ended(lambda group: ended.append(group.uid))
+    PromptGroup({"uid": 7}, StepCounts(generate_call), []).when_ended(lambda group: ended.append(group.uid))
     assert ended == ["7"]
     judged = rows.group_rows([], quorum=0)
     assert (judged.sessions, judged.dropped) == ((), None)

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.cli.conftest import RunCommand, run_command  # noqa: F401 - a fixture
 
 from afield.jobs.tracking import (
-    Record,
+    MetricsRecord,
     TrackerState,
     TrackerThread,
     public_settings,
@@ -151,7 +151,7 @@ def test_refused_records_are_counted_and_later_ones_sent(tmp_path: Path) -> None
     tracker.release.set()
     thread = thread_for(tracker, state, tmp_path)
     for step in (1, 2, 3, 4):
-        thread.put(Record({"reward": 0.5}, step))
+        thread.put(MetricsRecord({"reward": 0.5}, step))
     thread.close("failed", 60)
     assert [step for _, step in tracker.logged] == [1, 3] and tracker.status == "failed"
     assert (state.id, state.step, state.sent, state.failed) == ("new", 3, 2, 2)

@@ -153,8 +153,8 @@ async def test_engine_with_images_matches_the_model(models: dict[str, Path], fam
             with torch.no_grad():
                 scores = whole(input_ids=row, **inputs).logits[0].log_softmax(-1)
             own = [float(scores[len(prompt) - 1 + n, token]) for n, token in enumerate(tokens)]
-            told = [logprob for chunk in chunks for logprob in chunk.logprobs]
-            assert own == pytest.approx(told, abs=1e-4)
+            logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs]
+            assert own == pytest.approx(logprobs, abs=1e-4)
             return tokens
 
         mark = vision.image_id
@@ -202,8 +202,10 @@ async def test_sampled_placeholder_is_not_an_image(model: Path) -> None:
         sampling=Sampling(),
         messages=(Message(role="user", images=(ImageRef(span.digest, 0),)),),
     )
-    made = trajectories.linear(TurnTree([turn]))
-    record = SessionRecord(trajectories=made.trajectories, excluded=(), turns=(turn,), images=call.images)
+    assembled = trajectories.linear(TurnTree([turn]))
+    record = SessionRecord(
+        trajectories=assembled.trajectories, excluded=(), turns=(turn,), images=call.images
+    )
     assert apart(GRPO(model, lr=1e-3), [group(finished(record))]) < 1e-4
 
 
@@ -219,9 +221,9 @@ async def test_a_conversation_with_images_is_recorded_and_rescored_exactly(
         reply = await agent.chat.completions.create(model="m", messages=messages, max_tokens=6)
         messages += [{"role": "assistant", "content": reply.choices[0].message.content or ""}, *more]
     reply = await agent.chat.completions.create(model="m", messages=messages, max_tokens=6)
-    _, told = await up.ask("GET", "/sessions/r.1/turns?prompt_ids=1")
+    _, answer = await up.ask("GET", "/sessions/r.1/turns?prompt_ids=1")
     record = await up.client.finalize("r.1")
-    assert reply.usage and reply.usage.prompt_tokens == len(told["turns"][-1]["prompt_ids"])
+    assert reply.usage and reply.usage.prompt_tokens == len(answer["turns"][-1]["prompt_ids"])
     assert {one.digest for one in record.images} == {image(data).digest for data in (RED, BLUE, WIDE)}
     assert [one.data for one in record.images if one.digest == image(WIDE).digest] == [WIDE]
     assert max(len(row.images) for row in record.trajectories) == 4
@@ -365,12 +367,12 @@ async def test_stored_responses_show_their_images(up: Running) -> None:
         {"type": "input_image", "image_url": url(RED), "detail": "auto"},
     ]
     ask: Any = {"model": "m", "input": [{"role": "user", "content": content}], "max_output_tokens": 4}
-    made = await client.responses.create(**ask)
-    assert await client.responses.retrieve(made.id) == made
+    response = await client.responses.create(**ask)
+    assert await client.responses.retrieve(response.id) == response
     include: Any = ["message.input_image.image_url"]
-    (item,) = (await client.responses.input_items.list(made.id, include=include)).data
+    (item,) = (await client.responses.input_items.list(response.id, include=include)).data
     assert [part.model_dump(exclude_none=True) for part in item.content] == content
-    (item,) = (await client.responses.input_items.list(made.id)).data
+    (item,) = (await client.responses.input_items.list(response.id)).data
     assert item.content[1].image_url is None
     with pytest.raises(openai.BadRequestError, match="not available for a prompt with images"):
         more = {"prompt_logprobs": 0}
@@ -383,8 +385,8 @@ async def test_every_dialect_has_images_rescored_exactly(up: Running, model: Pat
         session = f"r{n}.1"
         await up.agent(session)
         key = up.agents[-1].api_key
-        status, told = await up.ask("POST", f"/s/{session}{path}", body, key=key)
-        assert status == 200, (name, told)
+        status, answer = await up.ask("POST", f"/s/{session}{path}", body, key=key)
+        assert status == 200, (name, answer)
         records[name] = await up.client.finalize(session)
     trainer = GRPO(model, lr=1e-3)
     for n, (name, record) in enumerate(records.items()):

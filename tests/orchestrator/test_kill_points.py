@@ -97,8 +97,8 @@ async def standing(b: Collection, rollout: Rollout, attempts: int) -> list[int]:
     """Attempts whose reward is in the store."""
     tries = [Attempt(rollout.id, n) for n in range(1, attempts + 2)]
     decided = [await b.transport.decision(PendingAttempt(rollout, attempt)) for attempt in tries]
-    told = zip(tries, decided, strict=True)
-    return [t.n for t, d in told if isinstance(d, OutcomeRecord) and d.outcome.reward is not None]
+    pairs = zip(tries, decided, strict=True)
+    return [t.n for t, d in pairs if isinstance(d, OutcomeRecord) and d.outcome.reward is not None]
 
 
 async def test_dying_between_any_two_calls_loses_and_doubles_nothing(tmp_path: Path) -> None:

@@ -214,16 +214,16 @@ async def test_what_an_attempt_cost_that_a_restart_gave_up_is_counted(tmp_path: 
     async def agent(task: dict[str, Any], context: Context) -> float:
         reward = await good(task, context)
         if context.session_id.endswith(".1"):
-            asked.set()
+            requested.set()
             await asyncio.sleep(3600)
         return reward
 
-    asked = threading.Event()
+    requested = threading.Event()
     async with collection(tmp_path, agent) as b:
         with pytest.raises(RuntimeError, match="killed"):
             async with b.runner() as (_, runner):
                 runner.start(rollout())
-                await asyncio.to_thread(asked.wait, 20)
+                await asyncio.to_thread(requested.wait, 20)
                 raise RuntimeError("killed")
         async with InlineRuntime(agent, b.transport.deliver) as another, b.runner(runtime=another) as two:
             summary = await two[1].run(rollout())
@@ -236,11 +236,11 @@ async def test_what_an_attempt_cost_that_a_restart_gave_up_is_counted(tmp_path: 
 
 async def test_time_without_a_gateway_is_not_held_against_a_rollout(tmp_path: Path) -> None:
     """Nor is it the policy's failure."""
-    away, asked, back = asyncio.Event(), threading.Event(), threading.Event()
+    away, requested, back = asyncio.Event(), threading.Event(), threading.Event()
 
     async def agent(task: dict[str, Any], context: Context) -> float:
         reward = float(await ask_model(context) == "Yes.")
-        asked.set()
+        requested.set()
         await asyncio.to_thread(back.wait, 60)
         await ask_model(context, "again")
         return reward
@@ -256,7 +256,7 @@ async def test_time_without_a_gateway_is_not_held_against_a_rollout(tmp_path: Pa
             runner,
         ):
             running = runner.start(rollout())
-            assert await asyncio.to_thread(asked.wait, 60)
+            assert await asyncio.to_thread(requested.wait, 60)
             away.set()
             await asyncio.sleep(2.5)
             away.clear()

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from afield.errors import UsageError
 from afield.planning.architecture import architecture_of
-from afield.planning.placement import Gpus, Plan, Workload, make_plan, parse_gpus, toml
+from afield.planning.placement import Gpus, MemoryPlan, Workload, make_plan, parse_gpus, toml
 from afield.settings.train import train_config
 
 SEVEN: dict[str, Any] = {
@@ -36,7 +36,7 @@ EXPERTS: dict[str, Any] = SEVEN | {
 }
 
 
-def planned(gpus: str, config: dict[str, Any] = SEVEN, **workload: Any) -> Plan:
+def planned(gpus: str, config: dict[str, Any] = SEVEN, **workload: Any) -> MemoryPlan:
     return make_plan(architecture_of(config, "model"), parse_gpus(gpus), Workload(**workload))
 
 
@@ -56,14 +56,14 @@ def test_settings_of_every_placement_make_a_run(
 ) -> None:
     plan = planned(gpus, config, **workload)
     assert plan.fits
-    for found in plan.fits:
-        table = tomllib.loads(toml(found.settings))["train"]
-        assert table == found.settings
+    for placement in plan.fits:
+        table = tomllib.loads(toml(placement.settings))["train"]
+        assert table == placement.settings
         chosen = train_config(None, {**table, "model": "m", "agent": "a.py:agent"})
         devices = chosen.engine_devices
-        assert chosen.learn.devices == found.trainer_gpus
+        assert chosen.learn.devices == placement.trainer_gpus
         assert max(devices) < plan.gpus.count
-        assert found.colocated == (min(devices) < chosen.learn.devices)
+        assert placement.colocated == (min(devices) < chosen.learn.devices)
         if chosen.engine == "vllm":
             assert len(devices) == chosen.vllm_replicas * chosen.vllm_tensor_parallel
 
@@ -73,12 +73,12 @@ def test_trainer_and_engine_stay_below_the_memory_of_a_gpu(
     gpus: str, config: dict[str, Any], workload: dict[str, Any]
 ) -> None:
     plan = planned(gpus, config, **workload)
-    for found in plan.fits:
-        assert found.free >= 0
-        assert found.trainer.peak <= plan.gpus.usable
-        if found.colocated:
-            shared = found.settings.get("vllm_memory", 0) * plan.gpus.gib * 2**30
-            assert found.trainer.peak + shared <= plan.gpus.usable
+    for placement in plan.fits:
+        assert placement.free >= 0
+        assert placement.trainer.peak <= plan.gpus.usable
+        if placement.colocated:
+            shared = placement.settings.get("vllm_memory", 0) * plan.gpus.gib * 2**30
+            assert placement.trainer.peak + shared <= plan.gpus.usable
 
 
 def test_what_does_not_fit_is_refused_with_numbers_and_the_nearest_that_does() -> None:
@@ -105,8 +105,8 @@ def test_larger_gpus_take_larger_passes() -> None:
 
 
 def test_a_pass_is_at_least_as_long_as_a_rollout() -> None:
-    for found in planned("8x141", context=32768).fits:
-        assert found.trainer_shape.tokens >= 32768
+    for placement in planned("8x141", context=32768).fits:
+        assert placement.trainer_shape.tokens >= 32768
 
 
 @pytest.mark.parametrize("text", ["8", "8x", "x80", "0x80", "8x2", "8x80x2", "2000x80", "eight"])

@@ -19,9 +19,9 @@ SCRIPT = Path(__file__).parents[1] / "support" / "sdk_parameters.py"
 
 def missing(python: Path) -> dict[str, list[str]]:
     done = subprocess.run([str(python), str(SCRIPT)], capture_output=True, text=True, check=True, timeout=170)
-    found: dict[str, list[str]] = json.loads(done.stdout)
-    assert "chat" in found and "anthropic" in found
-    return {name: gone for name, asked in found.items() if (gone := sorted(set(asked) - set(TABLE[name])))}
+    document: dict[str, list[str]] = json.loads(done.stdout)
+    assert "chat" in document and "anthropic" in document
+    return {name: gone for name, asked in document.items() if (gone := sorted(set(asked) - set(TABLE[name])))}
 
 
 def test_every_parameter_of_the_other_lines_of_the_SDKs_is_in_the_table() -> None:

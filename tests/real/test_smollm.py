@@ -181,5 +181,5 @@ async def test_a_real_model_is_accepted_in_16_bits_and_samples_what_it_says(
         collected = await asyncio.gather(*(rollout(up, n) for n in range(2)))
     trainer = GRPO(model_path, lr=0.0, device="cpu")
     trainer.publish(tmp_path / "v0", version=0, dtype=dtype)
-    told = (await asyncio.to_thread(trainer.step, [to_group(list(collected))])).metrics
-    assert told["logprob_diff_times_control"] < 2
+    metrics = (await asyncio.to_thread(trainer.step, [to_group(list(collected))])).metrics
+    assert metrics["logprob_diff_times_control"] < 2

@@ -105,9 +105,9 @@ def write(templates: Path, family: str, directory: Path) -> Path:
 
 @pytest.mark.parametrize("family", EXPECTED)
 def test_what_a_family_does_is_found_out(models: dict[str, ChatTokenizer], family: str) -> None:
-    found = models[family].profile
-    assert (found.tool_format, found.appends["tool"], found.appends["user"]) == EXPECTED[family]
-    assert not found.unsafe
+    profile = models[family].profile
+    assert (profile.tool_format, profile.appends["tool"], profile.appends["user"]) == EXPECTED[family]
+    assert not profile.unsafe
 
 
 @pytest.mark.parametrize("family", EXPECTED)

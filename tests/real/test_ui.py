@@ -201,10 +201,10 @@ async def test_gateway_page_counts_calls_in_flight_and_their_cost(
     quick, held = ScriptedReply(token_ids=(65, 66)), ScriptedReply(token_ids=(65,), fail="hang")
     async with running(ScriptedEngine([quick, held, held, held]), tmp_path / "store") as up:
         agents = [await up.agent(f"flying{n}.1") for n in range(3)]
-        asked: list[Any] = [{"role": "user", "content": "Is it so?"}]
-        await agents[0].chat.completions.create(model="m", messages=asked)
+        messages: list[Any] = [{"role": "user", "content": "Is it so?"}]
+        await agents[0].chat.completions.create(model="m", messages=messages)
         calls = [
-            asyncio.create_task(agent.chat.completions.create(model="m", messages=asked, user=str(n)))
+            asyncio.create_task(agent.chat.completions.create(model="m", messages=messages, user=str(n)))
             for n, agent in enumerate(agents)
         ]
         try:

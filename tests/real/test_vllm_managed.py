@@ -65,7 +65,7 @@ async def test_real_vllm_is_started_restarted_with_its_weights_and_ended(tmp_pat
     pool = engine_pool(
         ["vllm"], POLICY, slots=0, seed=0, record=None, start_timeout_s=300, placement=placement
     )
-    pool._patience_s = 120.0  # a call waits while the server starts again
+    pool._unavailable_timeout_s = 120.0  # a call waits while the server starts again
     async with pool:
         info = await pool.info()
         assert (info.kind, info.dtype, info.logprobs) == ("vllm", "float32", "processed")

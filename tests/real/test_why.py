@@ -23,4 +23,4 @@ HEALTHY = [case for case in why.HEALTHY if case.make is why.client_run]
 @pytest.mark.parametrize("case", [*CASES, *HEALTHY], ids=lambda case: case.name)
 def test_the_broken_part_is_ranked_first(case: why.Case, tmp_path: Path) -> None:
     outcome = why.run_case(case, tmp_path)
-    assert outcome.found == ([] if case.name == "healthy" else [case.name])
+    assert outcome.names == ([] if case.name == "healthy" else [case.name])

@@ -106,11 +106,11 @@ def rollouts_of(folder: Path, agent: str, **more: Any) -> Rollouts:
 
 def branching(rng: random.Random, turns: int, vocabulary: int, version: int) -> TurnTree:
     """A conversation of random ids whose turns go on from any earlier one."""
-    made = TurnTree()
+    tree = TurnTree()
     for n in range(turns):
-        parent = rng.choice(made.turns).id if n else None
+        parent = rng.choice(tree.turns).id if n else None
         sampled = tuple(rng.randrange(vocabulary) for _ in range(rng.randint(1, 6)))
-        made.add(
+        tree.add(
             Turn(
                 id=f"t{n}",
                 root="root",
@@ -125,7 +125,7 @@ def branching(rng: random.Random, turns: int, vocabulary: int, version: int) -> 
                 digest=f"d{n}",
             )
         )
-    return made
+    return tree
 
 
 def recorded(seed: int, *, sizes: tuple[int, ...] = (3, 1, 6, 4), name: str = "g") -> Group:

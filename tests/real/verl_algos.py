@@ -71,8 +71,8 @@ def main() -> dict[str, float]:
         mine = [ours[f"g{g}-{k}"] for g, members in enumerate(rewards) for k in range(len(members))]
         apart[how] = float((torch.tensor(mine, dtype=torch.float64) - values[:, 0]).abs().max())
     batch = from_groups(Maker(11, True).groups())
-    made = to_tensordict(batch, pad_token_id=0, dtype=torch.float64)
-    apart["tensordict"] = float(from_tensordict(made) != batch)
+    tensors = to_tensordict(batch, pad_token_id=0, dtype=torch.float64)
+    apart["tensordict"] = float(from_tensordict(tensors) != batch)
     return apart
 
 

@@ -29,7 +29,7 @@ from verl_cpu.launching import page_command
 pytestmark = pytest.mark.real
 ALL = ("sync", "separate_async", "gpus_1", "gpus_8", "gpus_64")
 SIZED = {"gpus_1": 1, "gpus_8": 8, "gpus_64": 64}
-NVIDIA = VllmInstallation(version="0.32.0", cpu=False, scale_out=True, found=True)
+NVIDIA = VllmInstallation(version="0.32.0", cpu=False, scale_out=True, importable=True)
 
 
 def composed(name: str, *overrides: str) -> Any:

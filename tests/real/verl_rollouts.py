@@ -58,11 +58,11 @@ def finished(
     turns = [turn("t1", None, (1, 2, 3), (10, 11), version), turn("t2", "t1", (4,), (12,), version + 1)]
     if branched:
         turns.append(turn("t3", "t1", (5, 6), (13, 14), version))
-    made = trajectories.linear(TurnTree(turns))
+    assembled = trajectories.linear(TurnTree(turns))
     broke = None if reward is not None else Failure(FailureKind.INFRASTRUCTURE, Reason.DIED, "it went away")
     return RolloutResult(
         rollout=Rollout(id=rollout_id, exp_id="exp", group_id="g", task=Task("task", {})),
         outcome=Outcome(rollout_id=rollout_id, attempt=1, reward=reward, failure=broke, metrics={"acc": 1.0}),
-        trajectories=made.trajectories,
+        trajectories=assembled.trajectories,
         turns=tuple(turns),
     )

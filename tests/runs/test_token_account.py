@@ -19,7 +19,7 @@ from afield.integrations.trl.worker import token_account as trl_account
 from afield.integrations.verl import rows
 from afield.integrations.verl.manager import GenerateCall, StepCounts
 from afield.orchestrator.state import RunDirectory
-from afield.runs.index import Place, row_of
+from afield.runs.index import FilePosition, row_of
 from afield.runs.token_account import ExclusionWatch, TokenAccount, count_tokens
 from afield.settings.train import train_config
 from afield.trajectories import linear
@@ -139,7 +139,7 @@ def test_lines_of_a_run_add_up_to_its_account() -> None:
 
 
 def test_show_prints_excluded_tokens_of_every_rollout() -> None:
-    line = show.brief(row_of(rolled("0", 1.0, Exclusion("x", 7, "aborted")), Place("f", 0, 0), 1))
+    line = show.brief(row_of(rolled("0", 1.0, Exclusion("x", 7, "aborted")), FilePosition("f", 0, 0), 1))
     assert line["excluded_tokens"] == {"aborted": 7}
     assert line["sampled_tokens"] == line["trained_tokens"] + 7
 

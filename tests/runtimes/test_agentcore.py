@@ -61,7 +61,7 @@ def make_runtime(url: str, image: str, folder: str) -> AgentCoreRuntime:
     """
     agent_name = f"{image}_{zlib.crc32(folder.encode())}"
     where = options(url, image, agent_name=agent_name)
-    return Deployed(where, name="run", ledger=Path(folder) / "sessions.sqlite")
+    return Deployed(where, name="run", session_table=Path(folder) / "sessions.sqlite")
 
 
 @asynccontextmanager
@@ -129,7 +129,8 @@ class TestAgentCore(RuntimeContract):
 
 @asynccontextmanager
 async def opened(folder: Path, **given: Any) -> AsyncIterator[AgentCoreRuntime]:
-    async with AgentCoreRuntime(options(**given), name="run", ledger=folder / "sessions.sqlite") as runtime:
+    table = folder / "sessions.sqlite"
+    async with AgentCoreRuntime(options(**given), name="run", session_table=table) as runtime:
         yield runtime
 
 
@@ -169,7 +170,7 @@ async def test_an_agent_that_exists_is_taken_by_its_arn(sink: Sink, tmp_path: Pa
             await runtime.check()
         [found] = await versions(url)
         there = AgentCoreOptions(arn=found["agentRuntimeArn"], endpoint_url=url)
-        async with AgentCoreRuntime(there, name="run", ledger=tmp_path / "other.sqlite") as runtime:
+        async with AgentCoreRuntime(there, name="run", session_table=tmp_path / "other.sqlite") as runtime:
             await runtime.check()
             place = Place(runtime, sink.transport, sink)
             attempt = await place.launch({"do": "reward"})
@@ -184,7 +185,7 @@ async def test_a_row_names_the_image_whose_agent_runtime_runs_it(sink: Sink, tmp
                 await runtime.check()
         arns = {one["agentRuntimeName"]: one["agentRuntimeArn"] for one in await versions(url)}
         there = AgentCoreOptions(endpoint_url=url, image_key="image", arns={"task/acting:1": arns["acting"]})
-        async with AgentCoreRuntime(there, name="run", ledger=tmp_path / "other.sqlite") as runtime:
+        async with AgentCoreRuntime(there, name="run", session_table=tmp_path / "other.sqlite") as runtime:
             await runtime.check()
             place = Place(runtime, sink.transport, sink)
             attempt = await place.launch({"do": "reward", "image": "task/acting:1"})

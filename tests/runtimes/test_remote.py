@@ -73,10 +73,10 @@ class Fake:
         return web.json_response(self.ping)
 
     async def _post(self, request: web.Request) -> web.Response:
-        said = await request.json()
-        self.posted.append(said["_rollout"]["session_id"])
+        body = await request.json()
+        self.posted.append(body["_rollout"]["session_id"])
         self.before_answer()
-        return self.answer(said)
+        return self.answer(body)
 
     async def _delete(self, request: web.Request) -> web.Response:
         self.deleted.append(request.match_info["id"])
@@ -258,20 +258,20 @@ async def test_a_ping_that_was_asked_before_a_launch_was_accepted_does_not_end_i
     """The server has not heard of the session when it answers the ping, and has when it accepts."""
     fake = Fake()
     fake.ping |= {"active": ["first.1"]}
-    asked, answered = asyncio.Event(), asyncio.Event()
+    requested, answered = asyncio.Event(), asyncio.Event()
 
     async def slow_ping(request: web.Request) -> web.Response:
         fake.pings += 1
         said = json.dumps(fake.ping)
         if fake.pings == 1:
-            asked.set()
+            requested.set()
             await answered.wait()
         return web.Response(text=said, content_type="application/json")
 
     fake._ping = slow_ping
     async with fake.running() as url, served(url, unreachable_s=30) as runtime:
         await launch(runtime, "first")
-        await asked.wait()
+        await requested.wait()
         fake.ping |= {"active": ["first.1", "second.1"]}
         second = await launch(runtime, "second")
         answered.set()

@@ -99,9 +99,9 @@ async def invoke(app: AnyApp, body: object) -> tuple[int, Any]:
 
 
 async def ping(app: AnyApp) -> Any:
-    status, said = await call(app, "GET", "/ping")
+    status, answer = await call(app, "GET", "/ping")
     assert status == 200
-    return said
+    return answer
 
 
 async def idle(app: AnyApp) -> None:
@@ -162,17 +162,17 @@ async def test_an_invocation_is_answered_at_once_and_worked_on_in_the_background
     before = await ping(app)
     assert before["status"] == "Healthy" and before["active"] == []
     body = payload({"q": 1}, invocation(**store.address(EXP)))
-    status, said = await invoke(app, body)
-    assert (status, said["status"], said["session_id"]) == (200, "processing", "r.1")
-    assert said["data_key"] == "exp/t/r.1.json"
+    status, answer = await invoke(app, body)
+    assert (status, answer["status"], answer["session_id"]) == (200, "processing", "r.1")
+    assert answer["data_key"] == "exp/t/r.1.json"
     busy = await ping(app)
     assert busy["status"] == "HealthyBusy" and busy["active"] == ["r.1"]
     assert isinstance(busy["time_of_last_update"], int)
-    assert await invoke(app, body) == (200, said)
+    assert await invoke(app, body) == (200, answer)
     release.set()
     await idle(app)
     assert (await ping(app))["status"] == "Healthy"
-    assert await invoke(app, body) == (200, said)
+    assert await invoke(app, body) == (200, answer)
     assert runs == ["r.1"]
     assert (await record(store)).extra == {"whole": "r.1"}
 
@@ -215,23 +215,23 @@ async def test_a_payload_that_is_no_rollout_is_refused_before_any_work(
     app.rollout_entrypoint(lambda payload: runs.append(payload))
     body = payload({"q": 1}, invocation())
     change(body)
-    status, said = await invoke(app, body)
-    assert status == 400 and names in said["error"]["message"] and said["error"]["hint"]
+    status, answer = await invoke(app, body)
+    assert status == 400 and names in answer["error"]["message"] and answer["error"]["hint"]
     assert not runs and (await ping(app))["active"] == []
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"not json", b"\xff\xfe", b"[" * 100_000])
 async def test_a_body_that_is_not_json_is_refused(app: AnyApp, body: bytes) -> None:
     app.rollout_entrypoint(lambda payload: 1.0)
-    status, said = await call(app, "POST", "/invocations", [body])
-    assert status == 400 and said["error"]["type"] == "invalid_json"
+    status, answer = await call(app, "POST", "/invocations", [body])
+    assert status == 400 and answer["error"]["type"] == "invalid_json"
 
 
 async def test_a_body_over_the_limit_is_refused(app: AnyApp) -> None:
     app.rollout_entrypoint(lambda payload: 1.0)
     chunk = b" " * (BODY_BYTES // 8)
-    status, said = await call(app, "POST", "/invocations", [chunk] * 9)
-    assert status == 413 and "100 MiB" in said["error"]["message"]
+    status, answer = await call(app, "POST", "/invocations", [chunk] * 9)
+    assert status == 413 and "100 MiB" in answer["error"]["message"]
 
 
 async def test_a_second_entrypoint_is_refused(app: AnyApp) -> None:
@@ -259,8 +259,8 @@ async def test_other_paths_and_methods_say_what_there_is() -> None:
     app = afield.App()
     assert (await call(app, "GET", "/"))[0] == 404
     assert (await call(app, "GET", "/invocations"))[0] == 405
-    status, said = await invoke(app, payload({}, invocation()))
-    assert status == 500 and "@app.rollout_entrypoint" in said["error"]["hint"]
+    status, answer = await invoke(app, payload({}, invocation()))
+    assert status == 500 and "@app.rollout_entrypoint" in answer["error"]["hint"]
 
 
 async def test_an_outcome_that_cannot_be_delivered_is_logged(

@@ -139,9 +139,9 @@ def watched() -> Iterator[Canaries]:
     # A short path, because of the socket in it; and not beneath one that pytest keeps.
     folder = Path(tempfile.mkdtemp(prefix="hostile-"))
     (folder / "agent").mkdir()
-    made = Canaries(folder)
+    canaries = Canaries(folder)
     try:
-        yield made
+        yield canaries
     finally:
-        made.close()
+        canaries.close()
         shutil.rmtree(folder)

@@ -158,8 +158,8 @@ class FakeKube:
 
     def _allow(self, verb: str, resource: str) -> None:
         if (verb, resource) in self.denied:
-            told = f'{resource} is forbidden: User "tester" cannot {verb} resource "{resource}"'
-            raise Problem(403, "Forbidden", told)
+            message = f'{resource} is forbidden: User "tester" cannot {verb} resource "{resource}"'
+            raise Problem(403, "Forbidden", message)
 
     async def _review(self, request: web.Request) -> web.Response:
         asked = (await request.json())["spec"]["resourceAttributes"]
@@ -312,8 +312,8 @@ class FakeKube:
                     status=answer.status, body=await answer.read(), headers={"Content-Type": kind}
                 )
         except (aiohttp.ClientError, OSError) as error:
-            told = f"error trying to reach service: {error}"
-            raise Problem(503, "ServiceUnavailable", told) from error
+            message = f"error trying to reach service: {error}"
+            raise Problem(503, "ServiceUnavailable", message) from error
 
 
 def line(how: str, item: Any) -> bytes:

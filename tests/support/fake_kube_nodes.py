@@ -140,11 +140,11 @@ class Nodes:
         while self.quota_pods is not None and len(self.store.items["pods"]) >= self.quota_pods:
             name = job["metadata"]["name"]
             limit = f"requested: pods=1, limited: pods={self.quota_pods}"
-            told = f'pods "{name}-x" is forbidden: exceeded quota: q, {limit}'
+            message = f'pods "{name}-x" is forbidden: exceeded quota: q, {limit}'
             involved = {"kind": "Job", "name": name, "uid": job["metadata"]["uid"]}
             event = {"metadata": {"name": f"{name}.{uuid4().hex[:8]}"}, "involvedObject": involved}
             self.store.create(
-                "events", event | {"reason": "FailedCreate", "message": f"Error creating: {told}"}
+                "events", event | {"reason": "FailedCreate", "message": f"Error creating: {message}"}
             )
             await asyncio.sleep(0.5)
         template, meta = job["spec"]["template"], job["metadata"]
@@ -199,8 +199,8 @@ class Nodes:
         elif cpus > self.cpus:
             why = "1 Insufficient cpu"
         if why:
-            told = f"0/1 nodes are available: {why}."
-            with_condition(pod, condition("PodScheduled", "False", "Unschedulable", told))
+            message = f"0/1 nodes are available: {why}."
+            with_condition(pod, condition("PodScheduled", "False", "Unschedulable", message))
             self.store.change("pods", pod)
             await asyncio.Event().wait()
         pod["spec"] = {**spec, "nodeName": NODE}
@@ -299,16 +299,16 @@ class Nodes:
             self.store.change("pods", pod)
         await asyncio.sleep(self.eviction_s)
         for pod in self.store.select("pods"):
-            told = "Taint manager: deleting due to NoExecute taint"
-            with_condition(pod, condition("DisruptionTarget", "True", "DeletionByTaintManager", told))
+            message = "Taint manager: deleting due to NoExecute taint"
+            with_condition(pod, condition("DisruptionTarget", "True", "DeletionByTaintManager", message))
             pod["metadata"]["deletionTimestamp"] = stamp()
             self.store.change("pods", pod)
 
     async def delete_job(self, name: str, how: str, uid: str = "") -> Json:
         job = self.store.get("jobs", name)
         if uid and job["metadata"]["uid"] != uid:
-            told = f"the UID in the precondition ({uid}) does not match the UID in record"
-            raise Problem(409, "Conflict", told)
+            message = f"the UID in the precondition ({uid}) does not match the UID in record"
+            raise Problem(409, "Conflict", message)
         if how == "Foreground":
             job["metadata"] |= {"deletionTimestamp": stamp(), "finalizers": ["foregroundDeletion"]}
             self.store.change("jobs", job)

@@ -79,8 +79,8 @@ class Store:
 
     def after(self, version: int, kind: str, labels: str) -> list[Change]:
         if version < self.compacted:
-            told = f"too old resource version: {version} ({self.compacted})"
-            raise Problem(410, "Expired", told)
+            message = f"too old resource version: {version} ({self.compacted})"
+            raise Problem(410, "Expired", message)
         return [c for c in self.history if c.version > version and c.kind == kind and matches(c.item, labels)]
 
     async def news(self, seconds: float) -> None:

@@ -97,14 +97,14 @@ class FakeSglang:
             wrong = f"{body['lora_name']} is already loaded"
         else:
             self.adapters[body["lora_name"]] = body["lora_path"]
-        told = {"success": not wrong, "error_message": wrong or None, "loaded_adapters": self.adapters}
-        return web.json_response(told, status=400 if wrong else 200)
+        reply = {"success": not wrong, "error_message": wrong or None, "loaded_adapters": self.adapters}
+        return web.json_response(reply, status=400 if wrong else 200)
 
     async def unload_adapter(self, request: web.Request) -> web.Response:
         name = (await request.json())["lora_name"]
         known = self.adapters.pop(name, None) is not None
-        told = {"success": known, "error_message": None if known else f"{name} does not exist"}
-        return web.json_response(told, status=200 if known else 400)
+        reply = {"success": known, "error_message": None if known else f"{name} does not exist"}
+        return web.json_response(reply, status=200 if known else 400)
 
     async def abort(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -145,8 +145,8 @@ class FakeSglang:
             self.moving.set()
         else:
             if body["model_path"].endswith("broken"):
-                told = {"success": False, "message": "Failed to get model", "num_paused_requests": 0}
-                return web.json_response(told, status=400)
+                reply = {"success": False, "message": "Failed to get model", "num_paused_requests": 0}
+                return web.json_response(reply, status=400)
             if body["flush_cache"] and not flushable:
                 self.dead = True
                 return web.Response(status=500, text="Cache flush failed after updating weights")

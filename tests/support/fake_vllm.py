@@ -95,8 +95,8 @@ class FakeVllm:
         self.asked.append(request.path)
         before = {"/start_weight_update": "ready", "/update_weights": "open", "/finish_weight_update": "open"}
         if self.transferring != before.get(request.path, self.transferring):
-            told = {"message": f"{request.path} while it is {self.transferring}"}
-            return web.json_response({"error": told}, status=500)
+            reply = {"message": f"{request.path} while it is {self.transferring}"}
+            return web.json_response({"error": reply}, status=500)
         if request.path == "/update_weights":
             if body["update_info"].get("names") == ["strange"]:
                 self.transferring = "ready"
@@ -142,8 +142,8 @@ class FakeVllm:
         body = await request.json()
         self.asked.append(f"+{body['lora_name']}")
         if body["lora_path"].endswith("broken"):
-            told = {"message": "LoRA rank 16 is greater than max_lora_rank 8.", "code": 500}
-            return web.json_response({"error": told}, status=500)
+            reply = {"message": "LoRA rank 16 is greater than max_lora_rank 8.", "code": 500}
+            return web.json_response({"error": reply}, status=500)
         self.adapters[body["lora_name"]] = body["lora_path"]
         return web.Response(text="Success: added")
 
@@ -404,11 +404,12 @@ def held(asked: dict[str, str] | None, stop_ids: Sequence[int]) -> Constraint | 
 
 
 def _prompt_logprobs(seen: list[Chunk]) -> Any:
-    told = seen[0].prompt_logprobs
+    prompt_logprobs = seen[0].prompt_logprobs
     entries = [
-        {str(t): {"logprob": p, "rank": 1, "decoded_token": "é"} for t, p in top} for top in told or ()
+        {str(t): {"logprob": p, "rank": 1, "decoded_token": "é"} for t, p in top}
+        for top in prompt_logprobs or ()
     ]
-    return None if told is None else [entry or None for entry in entries]
+    return None if prompt_logprobs is None else [entry or None for entry in entries]
 
 
 def _spoilt(event: str, fault: str) -> str:

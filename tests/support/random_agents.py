@@ -291,8 +291,8 @@ class Agent:
             head = Message(role="system", content=system or "You are an agent.")
             thread = thread.plus((head, ("system", head.content)))
         if self.rng.random() < 0.1 and system is None:
-            shown = Message(role="assistant", content=f"An example {self._fresh()}.")
-            thread = thread.plus(self._user(), (shown, identity(shown)))
+            message = Message(role="assistant", content=f"An example {self._fresh()}.")
+            thread = thread.plus(self._user(), (message, identity(message)))
         return thread.plus(self._user(text))
 
     def _user(self, text: str | None = None) -> tuple[Message, Key]:
@@ -317,8 +317,8 @@ class Agent:
         results = []
         for n, call in enumerate(calls):
             text = f"Result {self._fresh()}: {self._words()}" if self.rng.random() < 0.9 else ""
-            said = Message(role="tool", content=text, tool_call_id=call.id)
-            results.append((said, ("tool", n, text)))
+            message = Message(role="tool", content=text, tool_call_id=call.id)
+            results.append((message, ("tool", n, text)))
         if self.rng.random() < 0.3:
             results.reverse()
         thread = thread.plus(*results) if results else thread

@@ -82,9 +82,9 @@ class Maker:
         forest = self.forest()
         committed = [t for t in forest.turns if t.status is TurnStatus.COMMITTED]
         withheld = {t.id: "side:declared" for t in committed if self.random.random() < 0.15}
-        made = trajectories.linear(forest, withheld)
+        assembled = trajectories.linear(forest, withheld)
         keeps = self.random.random() < 0.5 if self.kept is None else self.kept
-        owned = [turn.id for row in made.trajectories for turn in row.turns]
+        owned = [turn.id for row in assembled.trajectories for turn in row.turns]
         named = [turn.id for turn in committed] if keeps else owned
         kind = self.random.choice(KINDS)
         rewarded = kind is None or (kind is FailureKind.POLICY and self.random.random() < 0.5)
@@ -100,8 +100,8 @@ class Maker:
         return RolloutResult(
             rollout=Rollout(id=rollout_id, exp_id="exp", group_id=group_id, task=task),
             outcome=outcome,
-            trajectories=made.trajectories,
-            excluded=made.excluded,
+            trajectories=assembled.trajectories,
+            excluded=assembled.excluded,
             turns=tuple(forest.turns) if keeps else (),
             attempts=outcome.attempt,
         )
@@ -149,12 +149,12 @@ def branching(rollout_id: str, reward: float | None, **outcome) -> RolloutResult
         turn("t2", "t1", (4,), (12,), 4),
         turn("t3", "t1", (5, 6), (13, 14)),
     )
-    made = trajectories.linear(TurnTree(turns))
+    assembled = trajectories.linear(TurnTree(turns))
     broke = None if reward is not None else Failure(FailureKind.INFRASTRUCTURE, Reason.DIED, "it went away")
     return RolloutResult(
         rollout=Rollout(id=rollout_id, exp_id="exp", group_id="g", task=Task("task", {})),
         outcome=Outcome(rollout_id=rollout_id, attempt=1, reward=reward, failure=broke, **outcome),
-        trajectories=made.trajectories,
+        trajectories=assembled.trajectories,
         turns=turns,
     )
 

@@ -32,10 +32,10 @@ def forest(
 ) -> TurnTree:
     """A conversation of random ids, sampled by something near the policy."""
     rng = random.Random(seed)
-    made = TurnTree()
+    tree = TurnTree()
     for n in range(turns):
         sampled = tuple(rng.randrange(300) for _ in range(rng.randint(2, 5)))
-        made.add(
+        tree.add(
             Turn(
                 id=f"t{n}",
                 root="root",
@@ -51,7 +51,7 @@ def forest(
                 digest=f"d{n}",
             )
         )
-    return made
+    return tree
 
 
 def finished(

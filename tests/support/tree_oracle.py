@@ -66,8 +66,8 @@ class Known(Struct):
 class Judge:
     def __init__(self, made: Sequence[Made], seen: Seen) -> None:
         self._rows = seen.by_id
-        asked = {one.turn_id for one in made}
-        self._left = [row for row in seen.turns if row["id"] not in asked]  # before the engine was asked
+        turn_ids = {one.turn_id for one in made}
+        self._left = [row for row in seen.turns if row["id"] not in turn_ids]  # before the engine was asked
         self._gone: list[tuple[dict[str, Any], Key]] = []
         self._known: dict[str, Known] = {}
         self.replays = 0

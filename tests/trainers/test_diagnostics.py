@@ -153,10 +153,10 @@ def test_a_sampler_too_far_from_the_trainer_is_refused_by_its_worst_turn(model_p
     place = row.turns[1].start
     far = changed(row, logprobs=with_one(row.logprobs, place, -200.0))
     parts = (good.finished[0], structs.replace(middle, trajectories=(far,)), good.finished[2])
-    told = (
+    message = (
         rf"rollout g-1, turn t1: sampler and trainer differ by 19\d .* token {place}, .*max_logprob_diff = 50"
     )
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=message):
         trainer.step([group(*parts)])
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.model.state_dict().items())
 

@@ -126,9 +126,9 @@ def test_an_update_without_a_finite_gradient_is_skipped_and_the_third_in_a_row_r
     before = weights(trainer)
     huge, good = group_of([3e38, 0.0, -3e38]), group_of([1.0, 0.0])
     for _ in range(2):
-        told = trainer.step([huge]).metrics
-        assert told["skipped_updates"] == 1
-        assert all(map(math.isfinite, told.values()))
+        metrics = trainer.step([huge]).metrics
+        assert metrics["skipped_updates"] == 1
+        assert all(map(math.isfinite, metrics.values()))
         assert same(weights(trainer), before)
     assert trainer.step([good]).metrics.get("skipped_updates", 0) == 0
     assert not same(weights(trainer), before)
@@ -464,13 +464,13 @@ def test_a_checkpoint_of_another_template_is_refused(tmp_path):
 
 
 def test_what_the_configuration_says_is_what_is_trained(model_path):
-    said = {"model": str(model_path), "learn": {"loss": "cispo", "clip": [0.5, 2.0], "device": "cpu"}}
-    trainer = factory.trainer(build(said, "here"))
+    config = {"model": str(model_path), "learn": {"loss": "cispo", "clip": [0.5, 2.0], "device": "cpu"}}
+    trainer = factory.trainer(build(config, "here"))
     assert isinstance(trainer, GRPO)
     assert trainer.objective.loss == "cispo"
     assert trainer.objective.clip == (0.5, 2.0)
     dr = {"loss": "dr_grpo", "device": "cpu", "lora": {"rank": 2, "targets": ["q_proj"]}}
-    trainer = factory.trainer(build({**said, "max_tokens": 30, "max_calls": 3, "learn": dr}, "here"))
+    trainer = factory.trainer(build({**config, "max_tokens": 30, "max_calls": 3, "learn": dr}, "here"))
     assert isinstance(trainer, GRPO)
     assert (trainer.aggregate, trainer.length, trainer.estimator) == ("constant", 90, "dr_grpo")
     assert all("q_proj" in name for name in trainer.policy.state())

@@ -158,7 +158,7 @@ def test_rows_that_outgrow_a_window_are_padded_beside_the_tree_of_the_others(tmp
     given = [*rows(), *(begun(row) for row in rows()[:2])]
     mixed = PolicyModel(path, device=CPU, checkpointing=checkpointing)
     passes = split_micro_batches(given, 1000, CPU, mixed.layout, mixed.tree_context)
-    assert [(type(made.layout), len(made.rows)) for made in passes] == [(TokenTree, 2), (Padded, 4)]
+    assert [(type(batch.layout), len(batch.rows)) for batch in passes] == [(TokenTree, 2), (Padded, 4)]
     padded = PolicyModel(path, device=CPU, layout="padded")
     assert apart(gradient(mixed, given=given), gradient(padded, given=given)) < 1e-5
     wide = PolicyModel(build(tmp_path / "wide", kind, {"head_dim": 8, "sliding_window": 64}), device=CPU)

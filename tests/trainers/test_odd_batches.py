@@ -128,9 +128,9 @@ async def test_a_rollout_without_a_reward_that_is_weighed_fails_alone(tmp_path: 
 def test_invalid_trainer_settings_are_refused_before_anything_is_collected(
     model_path: Path, words: list[str], says: str
 ) -> None:
-    given = {"agent": "agent.py", "model": str(model_path), "tasks": "tasks.jsonl"}
+    config = {"agent": "agent.py", "model": str(model_path), "tasks": "tasks.jsonl"}
     with pytest.raises(UsageError, match=says):
-        factory.trainer(train_config(None, {**given, **assigned(words)}))
+        factory.trainer(train_config(None, {**config, **assigned(words)}))
 
 
 def test_a_run_that_lacked_memory_continues_in_smaller_parts_and_learns_nothing_else(
@@ -178,9 +178,9 @@ def test_a_step_that_teaches_nothing_tells_how_far_sampler_and_trainer_are_apart
     model_path: Path, minibatches: int
 ) -> None:
     flat = group_of([0.5, 0.5])
-    told = GRPO(model_path, lr=1e-2, device="cpu", minibatches=minibatches).step([flat]).metrics
-    assert told["sampler_trainer_logprob_diff_max"] >= told["sampler_trainer_logprob_diff_mean"] > 0
-    assert "grad_norm" not in told
+    metrics = GRPO(model_path, lr=1e-2, device="cpu", minibatches=minibatches).step([flat]).metrics
+    assert metrics["sampler_trainer_logprob_diff_max"] >= metrics["sampler_trainer_logprob_diff_mean"] > 0
+    assert "grad_norm" not in metrics
     with pytest.raises(UsageError, match=r"rollout \S+, turn \S+: sampler and trainer differ by .*"):
         GRPO(model_path, lr=1e-2, device="cpu", max_logprob_diff=1e-6).step([flat])
 
@@ -289,7 +289,7 @@ def test_a_prompt_that_cannot_be_is_reported_and_none_of_it_is_left_out(
 
 def test_messages_may_be_those_of_the_openai_api(tuner: Tuner) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
-    asked = [
+    messages = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "a", "content": "2"},
@@ -300,7 +300,7 @@ def test_messages_may_be_those_of_the_openai_api(tuner: Tuner) -> None:
         Message(role="tool", tool_call_id="a", content="2"),
     ]
     short = Sampling(max_tokens=2)
-    assert tuner.sample(asked, 1, short)[0].prompt_ids == tuner.sample(ours, 1, short)[0].prompt_ids
+    assert tuner.sample(messages, 1, short)[0].prompt_ids == tuner.sample(ours, 1, short)[0].prompt_ids
 
 
 def test_an_advantage_may_be_a_number_of_torch(replies: list[SampledReply]) -> None:

@@ -298,9 +298,9 @@ def test_a_sampler_in_bfloat16_is_as_far_from_the_trainer_as_the_control_says(
     for how in ({}, {"lora": LORA, "dtype": "bfloat16"}):
         trainer = GRPO(model_path, lr=0.0, device="cpu", **how)
         trainer.publish(tmp_path / "v3", version=3, dtype="bfloat16")
-        told = trainer.step([sampled_by(model_path, "bfloat16", 3)]).metrics
-        assert told["logprob_diff_control"] > 5e-4
-        assert told["logprob_diff_times_control"] < 1.6
+        metrics = trainer.step([sampled_by(model_path, "bfloat16", 3)]).metrics
+        assert metrics["logprob_diff_control"] > 5e-4
+        assert metrics["logprob_diff_times_control"] < 1.6
     assert "times what the engine's" not in caplog.text
 
 
@@ -329,17 +329,17 @@ def test_a_sampler_with_other_weights_is_reported(
     stale = trainer.step([sampled_by(tmp_path / "other", "float32", 2)]).metrics
     assert "logprob_diff" not in stale  # no token of the trainer's own version
     assert "times what the engine's" not in caplog.text
-    told = trainer.step([sampled_by(tmp_path / "other", "float32", 3)]).metrics
-    assert told["logprob_diff_times_control"] > 3
+    metrics = trainer.step([sampled_by(tmp_path / "other", "float32", 3)]).metrics
+    assert metrics["logprob_diff_times_control"] > 3
     assert "times what the engine's bfloat16 explains" in caplog.text
 
 
 def test_in_float32_sampler_and_trainer_are_equal(model_path: Path, tmp_path: Path) -> None:
     trainer = GRPO(model_path, lr=0.0, device="cpu")
     trainer.publish(tmp_path / "v3", version=3, dtype="float32")
-    told = trainer.step([sampled_by(model_path, "float32", 3)]).metrics
-    assert told["sampler_trainer_logprob_diff_max"] < 1e-4
-    assert told["logprob_diff_control"] == 1e-4
+    metrics = trainer.step([sampled_by(model_path, "float32", 3)]).metrics
+    assert metrics["sampler_trainer_logprob_diff_max"] < 1e-4
+    assert metrics["logprob_diff_control"] == 1e-4
 
 
 def test_a_checkpoint_remembers_what_was_published(model_path: Path, tmp_path: Path) -> None:

@@ -35,9 +35,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunList]:
     folder = tmp_path_factory.mktemp("runs")
     write_many(folder / "many", 64, steps=2, model=str(MODEL))
     write_hostile(folder / "hostile")
-    shown = RunList([], folder)
-    yield shown
-    for run in shown.current():
+    run_list = RunList([], folder)
+    yield run_list
+    for run in run_list.current():
         run.close()
 
 
@@ -264,10 +264,10 @@ async def test_settings_that_may_hold_keys_are_not_sent(tmp_path: Path) -> None:
     run = write_many(
         tmp_path / "run", 16, steps=1, docker={"env": {"TOKEN": "s3cret"}}, transport="redis://:s3cret@h"
     )
-    shown = RunList([run], tmp_path)
-    answer = data(Runs(shown.current), "/api/runs/run", {})
+    run_list = RunList([run], tmp_path)
+    answer = data(Runs(run_list.current), "/api/runs/run", {})
     assert b"s3cret" not in answer.body
-    shown.current()[0].close()
+    run_list.current()[0].close()
 
 
 # --- parts ---------------------------------------------------------------------------------------
@@ -285,9 +285,9 @@ def test_columns_survive_packing() -> None:
 
 def test_two_runs_of_one_name_have_two_keys(tmp_path: Path) -> None:
     runs = [write_many(tmp_path / parent / "run", 16, steps=1) for parent in ("a", "b")]
-    shown = RunList(runs, tmp_path)
-    assert [run.key for run in shown.current()] == ["run", "run~2"]
-    for run in shown.current():
+    run_list = RunList(runs, tmp_path)
+    assert [run.key for run in run_list.current()] == ["run", "run~2"]
+    for run in run_list.current():
         run.close()
 
 
@@ -318,10 +318,10 @@ def test_the_page_is_small_and_loads_nothing_from_elsewhere() -> None:
 
 async def test_tokens_carry_the_training_record_or_the_reason_why_there_is_none(tmp_path: Path) -> None:
     write_many(tmp_path / "many", 8, steps=1, model=str(MODEL))
-    shown = RunList([], tmp_path)
-    [run] = shown.current()
+    run_list = RunList([], tmp_path)
+    [run] = run_list.current()
     row = run.rows()[0]
-    app = UiApp(Runs(shown.current), key=KEY, cookie="ui")
+    app = UiApp(Runs(run_list.current), key=KEY, cookie="ui")
     page = (await get(app, f"/api/runs/many/rollouts/{row.id}")).json()
     assert (page["recorded"], page["not_recorded"]) == (False, "train with --record-training to record them")
     turns = [turn for turn in page["turns"] if turn["sampled"]]
@@ -344,7 +344,7 @@ async def test_tokens_carry_the_training_record_or_the_reason_why_there_is_none(
             assert (table["ratio"][index], table["trainer_logprob"][index]) == (expected, expected)
             assert table["mask"][index] == ("clipped" if expected % 2 else "")
             expected += 1
-    for run in shown.current():
+    for run in run_list.current():
         run.close()
 
 
@@ -386,8 +386,8 @@ def write_damaged(folder: Path) -> None:
 
 async def test_a_damaged_run_is_shown_as_far_as_it_can_be_read(tmp_path: Path) -> None:
     write_damaged(tmp_path)
-    shown = RunList([], tmp_path)
-    app = UiApp(Runs(shown.current), key=KEY, cookie="ui")
+    run_list = RunList([], tmp_path)
+    app = UiApp(Runs(run_list.current), key=KEY, cookie="ui")
     listed = {run["run"]: run for run in (await get(app, "/api/runs")).json()["runs"]}
     assert set(listed) == {"sound", "info", "index", "metrics", "line", "summary"}
     assert {name for name, run in listed.items() if run["state"] == "unreadable"} == {"index"}
@@ -403,18 +403,18 @@ async def test_a_damaged_run_is_shown_as_far_as_it_can_be_read(tmp_path: Path) -
     assert answer.status == 400 and "cannot be read" in answer.json()["error"]
     attempts = (await get(app, f"/api/runs/line/groups/{row['group_id']}")).json()["attempts"]
     assert [("missing" in one) for one in attempts] == [True] + [False] * (len(attempts) - 1)
-    report = export_html(shown.current(), tmp_path / "all.html")
+    report = export_html(run_list.current(), tmp_path / "all.html")
     assert (report["runs"], report["left_out"], list(report["unreadable"])) == (5, 1, ["index"])
-    for run in shown.current():
+    for run in run_list.current():
         run.close()
 
 
 async def test_a_run_that_is_removed_while_it_is_shown_hides_no_other(tmp_path: Path) -> None:
     for name in ("kept", "removed"):
         write_many(tmp_path / name, 16, steps=1)
-    shown = RunList([], tmp_path)
+    run_list = RunList([], tmp_path)
     chosen = RunList([RunDirectory(tmp_path / name) for name in ("kept", "removed")], tmp_path)
-    apps = [UiApp(Runs(runs.current), key=KEY, cookie="ui") for runs in (shown, chosen)]
+    apps = [UiApp(Runs(runs.current), key=KEY, cookie="ui") for runs in (run_list, chosen)]
     for app in apps:
         assert len((await get(app, "/api/runs")).json()["runs"]) == 2
     shutil.rmtree(tmp_path / "removed")
@@ -424,5 +424,5 @@ async def test_a_run_that_is_removed_while_it_is_shown_hides_no_other(tmp_path: 
         assert (await get(app, "/api/runs/kept")).status == 200
         assert (await get(app, "/api/runs/removed")).status in (200, 404)
     assert not (tmp_path / "removed").exists()
-    for run in (*shown.current(), *chosen.current()):
+    for run in (*run_list.current(), *chosen.current()):
         run.close()

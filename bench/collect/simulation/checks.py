@@ -18,24 +18,28 @@ def wishes(result: Result) -> list[str]:
 
 def problems(result: Result) -> list[str]:
     """Nothing lost, nothing twice, no step of another size, nothing too stale."""
-    setting, found = result.setting, list[str]()
+    setting, differences = result.setting, list[str]()
     order = wishes(result)
     groups = Counter(group for step in result.steps for group in step.groups)
     if groups != Counter(order):
         odd = {g: groups[g] for g in {*groups, *order} if groups[g] != 1}
-        found.append(f"groups that were not trained exactly once: {odd}")
+        differences.append(f"groups that were not trained exactly once: {odd}")
     rollouts = Counter(rollout for step in result.steps for rollout in step.rollouts)
     if twice := [rollout for rollout, times in rollouts.items() if times > 1]:
-        found.append(f"rollouts trained twice: {twice}")
+        differences.append(f"rollouts trained twice: {twice}")
     if len(rollouts) + result.cut != setting.groups * setting.rollouts:
-        found.append(f"{len(rollouts)} rollouts trained and {result.cut} cut of {setting.groups} groups")
+        differences.append(
+            f"{len(rollouts)} rollouts trained and {result.cut} cut of {setting.groups} groups"
+        )
     sizes = [len(step.groups) for step in result.steps]
     full, rest = divmod(setting.groups, setting.batch)
     if sizes != [setting.batch] * full + [rest] * bool(rest):
-        found.append(f"steps of {sizes} groups")
+        differences.append(f"steps of {sizes} groups")
     if result.stalest > setting.staleness:
-        found.append(f"tokens {result.stalest} versions old were trained; the bound is {setting.staleness}")
-    return found
+        differences.append(
+            f"tokens {result.stalest} versions old were trained; the bound is {setting.staleness}"
+        )
+    return differences
 
 
 def latest(result: Result) -> int:

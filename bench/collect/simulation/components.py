@@ -91,8 +91,8 @@ class SimulatedGateway:
 
     async def open(self, spec: SessionSpec) -> SessionCredentials:
         assert spec.id is not None
-        known = self._sessions.setdefault(spec.id, Session(spec, active=self._loop.time()))
-        if known.spec != spec:
+        session = self._sessions.setdefault(spec.id, Session(spec, active=self._loop.time()))
+        if session.spec != spec:
             raise Conflict(f"session {spec.id} was opened with another spec")
         base = f"http://gateway.invalid/s/{spec.id}"
         return SessionCredentials(
@@ -140,9 +140,9 @@ class SimulatedGateway:
         if session.phase == "open":
             self._end(session_id, "completed")
         withheld = {turn.id: session.phase for turn in session.turns} if session.phase == "aborted" else {}
-        made = trajectories.linear(TurnTree(session.turns), withheld)
+        assembled = trajectories.linear(TurnTree(session.turns), withheld)
         return SessionRecord(
-            trajectories=made.trajectories, excluded=made.excluded, turns=tuple(session.turns)
+            trajectories=assembled.trajectories, excluded=assembled.excluded, turns=tuple(session.turns)
         )
 
     async def submission(self, session_id: str) -> None:

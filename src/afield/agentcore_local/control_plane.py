@@ -60,7 +60,7 @@ class RuntimeVersion:
         self.updated = now()
         self.failure = ""
 
-    def settle(self, failure: str) -> None:
+    def finish(self, failure: str) -> None:
         """Set the final status: READY, or failed if `failure` is not empty."""
         self.failure, self.updated = failure, now()
         if not failure:
@@ -105,7 +105,7 @@ class LocalAgentRuntime:
     def status(self) -> Status:
         return "DELETING" if self.deleting else self.newest.status
 
-    def check_settled(self) -> None:
+    def check_not_changing(self) -> None:
         """Raise the ConflictException while a create, update or delete is in progress."""
         if self.status in ("CREATING", "UPDATING", "DELETING"):
             raise ServiceError(
@@ -113,7 +113,7 @@ class LocalAgentRuntime:
             )
 
     def update(self, settings: RuntimeSettings, image: AgentImage) -> RuntimeVersion:
-        self.check_settled()
+        self.check_not_changing()
         version = RuntimeVersion(len(self.versions) + 1, settings, image)
         self.versions[version.number] = version
         default = self.endpoints[DEFAULT]
@@ -121,9 +121,9 @@ class LocalAgentRuntime:
         default.status = "UPDATING" if default.live else "CREATING"
         return version
 
-    def settle(self, version: RuntimeVersion, failure: str) -> None:
+    def finish(self, version: RuntimeVersion, failure: str) -> None:
         """Set the final status of a version, and point DEFAULT to it on success."""
-        version.settle(failure)
+        version.finish(failure)
         default = self.endpoints[DEFAULT]
         if not failure:
             default.point(version.number)
@@ -292,7 +292,7 @@ class ControlPlane:
         runtime.tags.update(options.tags)
         self._runtimes[runtime.id] = runtime
         self._later(self._make_ready(runtime, runtime.newest))
-        return 202, self._made(runtime)
+        return 202, self._creation_response(runtime)
 
     def _once(self, what: str, token: str | None, body: bytes, do: Callable[[], Reply]) -> Reply:
         parsed = msgspec.json.decode(body or b"{}")
@@ -318,7 +318,7 @@ class ControlPlane:
         image = image_of(options.agent_runtime_artifact, self._images, self._account.code_root)
         version = runtime.update(options, image)
         self._later(self._make_ready(runtime, version))
-        return 202, {**self._made(runtime), "lastUpdatedAt": version.updated}
+        return 202, {**self._creation_response(runtime), "lastUpdatedAt": version.updated}
 
     def get(self, runtime_id: str, version: str | None) -> Reply:
         runtime = self.find(runtime_id)
@@ -341,7 +341,7 @@ class ControlPlane:
     def delete(self, runtime_id: str) -> Reply:
         runtime = self.find(runtime_id)
         if runtime.status in ("CREATING", "UPDATING"):
-            runtime.check_settled()
+            runtime.check_not_changing()
         if not runtime.deleting:
             runtime.deleting = True
             self._sessions.stop_all(runtime.id)
@@ -357,7 +357,7 @@ class ControlPlane:
         rows = [runtime.summary(version) for version in reversed(runtime.versions.values())]
         return 200, _page("agentRuntimes", rows, query)
 
-    def _made(self, runtime: LocalAgentRuntime) -> dict[str, Any]:
+    def _creation_response(self, runtime: LocalAgentRuntime) -> dict[str, Any]:
         return {
             "agentRuntimeArn": runtime.arn,
             "agentRuntimeId": runtime.id,
@@ -382,7 +382,7 @@ class ControlPlane:
             await self._hosts.prepare(version.image)
         except HostError as error:
             failure = str(error)
-        runtime.settle(version, failure)
+        runtime.finish(version, failure)
 
     async def _forget(self, runtime: LocalAgentRuntime) -> None:
         await asyncio.sleep(self._account.ready_s)

@@ -77,7 +77,7 @@ class FaultInjector:
 
     def __init__(self, faults: dict[str, InjectedFault], seed: int) -> None:
         self._faults, self._seed = faults, seed
-        self._asked: Counter[tuple[str, str]] = Counter()
+        self._draws: Counter[tuple[str, str]] = Counter()
         self.injected: Counter[str] = Counter()
 
     def draw(self, kind: str, key: str) -> InjectedFault | None:
@@ -85,8 +85,8 @@ class FaultInjector:
         fault = self._faults.get(kind)
         if fault is None or fault.rate == 0:
             return None
-        self._asked[kind, key] += 1
-        drawn = f"{self._seed}|{kind}|{key}|{self._asked[kind, key]}".encode()
+        self._draws[kind, key] += 1
+        drawn = f"{self._seed}|{kind}|{key}|{self._draws[kind, key]}".encode()
         number = int.from_bytes(hashlib.blake2b(drawn, digest_size=8).digest()) / 2**64
         if number >= fault.rate:
             return None

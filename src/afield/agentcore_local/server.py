@@ -157,7 +157,7 @@ class LocalAgentCoreApp:
         self._secret_key = secret_key
         self._control, self._sessions = control, sessions
         self._counts, self._faults, self._signed, self._folder = counts, faults, signed, folder
-        self._asked = {
+        self._handlers = {
             ("POST", "/invocations"): ("InvokeAgentRuntime", data.invoke),
             ("POST", "/commands"): ("InvokeAgentRuntimeCommand", data.command),
             ("POST", "/stopruntimesession"): ("StopRuntimeSession", data.stop),
@@ -210,10 +210,10 @@ class LocalAgentCoreApp:
     # --- routes ----------------------------------------------------------------------------------
 
     def _route(self, request: ApiRequest) -> tuple[str, Callable[[], Any]]:
-        for (method, end), (name, asked) in self._asked.items():
+        for (method, end), (name, handler) in self._handlers.items():
             if request.method == method and request.path.endswith(end):
                 arn = unquote(request.path.removeprefix("/runtimes/").removesuffix(end))
-                return name, partial(asked, request, arn)
+                return name, partial(handler, request, arn)
         if is_log_request(request):
             return "FilterLogEvents", partial(answer_logs, request, self._folder)
         name, make = self._control_route(request)

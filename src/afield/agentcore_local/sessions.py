@@ -258,27 +258,30 @@ class LocalSessions:
         loop = asyncio.get_running_loop()
         ended = asyncio.ensure_future(host.ended())
         lifecycle, speed = session.wanted.lifecycle, self._pace.speed
-        idle_s, life_s = lifecycle.idle_runtime_session_timeout / speed, lifecycle.max_lifetime / speed
+        idle_s, max_lifetime_s = (
+            lifecycle.idle_runtime_session_timeout / speed,
+            lifecycle.max_lifetime / speed,
+        )
         fault = self._faults.draw("die", session.key[2])
         killed_at = loop.time() + fault.seconds if fault else float("inf")
         look_s = min(max(idle_s / 4, SHORTEST_LOOK_S), LONGEST_LOOK_S)
         try:
             while True:
-                next_s = min(look_s, max(0.0, min(session.started + life_s, killed_at) - loop.time()))
+                next_s = min(look_s, max(0.0, min(session.started + max_lifetime_s, killed_at) - loop.time()))
                 await asyncio.wait({ended, session.over}, timeout=next_s, return_when=asyncio.FIRST_COMPLETED)
                 if ended.done() or session.over.done():
                     break
-                await self._look(session, host, idle_s, life_s, killed_at)
+                await self._look(session, host, idle_s, max_lifetime_s, killed_at)
             if ended.done():
                 session.end("died")
         finally:
             ended.cancel()
 
     async def _look(
-        self, session: LocalSession, host: ProgramHost, idle_s: float, life_s: float, killed_at: float
+        self, session: LocalSession, host: ProgramHost, idle_s: float, max_lifetime_s: float, killed_at: float
     ) -> None:
         now = asyncio.get_running_loop().time()
-        if now >= session.started + life_s:
+        if now >= session.started + max_lifetime_s:
             session.end("lifetime")
         elif now >= killed_at:
             session.end("fault")

@@ -89,7 +89,7 @@ def write_atif(
 def to_atif(
     finished: RolloutResult, record: RolloutRecord, agent: dict[str, Any], number: int = 0
 ) -> dict[str, Any]:
-    """One rollout as an ATIF document."""
+    """Rollout as an ATIF document."""
     owned = owned_turns(finished)
     turns = finished.turns
     if not turns and record.trains:  # the rollout was read from rows
@@ -333,11 +333,11 @@ def _sampled(file: Path, step: dict[str, Any], left_out: list[str]) -> Iterator[
 def _nodes(record: RolloutRecord, steps: Sequence[AtifStep]) -> list[Node]:
     turns = [msgspec.convert(step.own["turn"], OwnedTurn) if step.own else None for step in steps]
     pairs = sorted(zip(steps, turns, strict=True), key=lambda pair: pair[1].order if pair[1] else 0)
-    known: dict[str, tuple[int, tuple[int, ...]]] = {}  # position and sequence of each turn
+    rows: dict[str, tuple[int, tuple[int, ...]]] = {}  # position and sequence of each turn
     nodes: list[Node] = []
     for n, (step, turn) in enumerate(pairs):
         if turn is None:
-            parent = _longest_prefix(step.prompt_ids, known)
+            parent = _longest_prefix(step.prompt_ids, rows)
             turn = OwnedTurn(
                 id=f"t{n + 1}",
                 order=n,
@@ -347,7 +347,7 @@ def _nodes(record: RolloutRecord, steps: Sequence[AtifStep]) -> list[Node]:
                 parent=parent,
                 finish_reason="stop",
             )
-        position, above = known.get(turn.parent, (ROOT, ()))
+        position, above = rows.get(turn.parent, (ROOT, ()))
         if step.prompt_ids[: len(above)] != above:
             raise ValueError(f"{step.where}: its prompt does not begin with its parent {turn.parent}")
         versions = msgspec.convert(step.own.get("versions"), tuple[VersionSpan, ...]) if step.own else ()
@@ -363,14 +363,14 @@ def _nodes(record: RolloutRecord, steps: Sequence[AtifStep]) -> list[Node]:
                 turn=msgspec.structs.replace(turn, start=0, end=len(step.token_ids)),
             )
         )
-        known[turn.id] = (n, step.prompt_ids + step.token_ids)
+        rows[turn.id] = (n, step.prompt_ids + step.token_ids)
     return nodes
 
 
-def _longest_prefix(prompt: tuple[int, ...], known: dict[str, tuple[int, tuple[int, ...]]]) -> str:
+def _longest_prefix(prompt: tuple[int, ...], rows: dict[str, tuple[int, tuple[int, ...]]]) -> str:
     matches = [
         (len(ids), turn_id)
-        for turn_id, (_, ids) in known.items()
+        for turn_id, (_, ids) in rows.items()
         if len(ids) < len(prompt) and prompt[: len(ids)] == ids
     ]
     return max(matches)[1] if matches else ""

@@ -60,7 +60,7 @@ class OwnedTurn(TurnRange, frozen=True, kw_only=True):
 
 
 class Row(Struct, frozen=True, kw_only=True):
-    """One training sequence: token ids, owned mask, log-probabilities and versions, and its advantages."""
+    """Training sequence: token ids, owned mask, log-probabilities and versions, and its advantages."""
 
     rollout_id: str
     """Rollout id."""
@@ -234,7 +234,7 @@ class RowColumns(Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{where}: the mask is not 1 exactly where the row owns tokens")
             end = turn.end
         if any(self.response_mask[end:]):
-            raise ValueError(f"{self.where}: the mask is 1 where no turn of the row lies")
+            raise ValueError(f"{self.where}: the mask marks tokens that belong to no turn of the row")
         for mask, logprob in zip(self.response_mask, self.logprobs, strict=True):
             if logprob and not mask:
                 raise ValueError(f"{self.where}: a log-probability where the mask is 0")
@@ -298,7 +298,7 @@ class Batch(Struct, frozen=True, kw_only=True):
     """The rows of a set of groups, and a record of every rollout in them."""
 
     form: Form
-    """One row per path of the turn tree (`linear`) or per turn (`per_turn`)."""
+    """Rows, one per path of the turn tree (`linear`) or per turn (`per_turn`)."""
     rows: tuple[Row, ...]
     """Rows to train on."""
     rollouts: tuple[RolloutRecord, ...]
@@ -328,7 +328,7 @@ class Batch(Struct, frozen=True, kw_only=True):
 
 
 def rows_of(result: RolloutResult, advantages: TurnAdvantages | None = None) -> list[Row]:
-    """One row per trajectory of a rollout, with its images and the advantage of each owned turn."""
+    """Rows, one per trajectory of a rollout, with its images and the advantage of each owned turn."""
     return [
         Row(
             rollout_id=result.rollout.id,

@@ -47,19 +47,19 @@ def pair(result: RolloutResult) -> dict[str, Any] | None:
 
 def chat_message(message: Message) -> dict[str, Any]:
     """A message as Chat Completions has it, with reasoning in `reasoning_content`."""
-    shown: dict[str, Any] = {"role": message.role, "content": message.content}
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning:
-        shown["reasoning_content"] = message.reasoning
+        fields["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        shown["tool_calls"] = [
+        fields["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in message.tool_calls
         ]
     if message.tool_call_id:
-        shown["tool_call_id"] = message.tool_call_id
+        fields["tool_call_id"] = message.tool_call_id
     if message.name:
-        shown["name"] = message.name
-    return shown
+        fields["name"] = message.name
+    return fields
 
 
 def write_sft(path: Path, results: Iterable[RolloutResult]) -> int:

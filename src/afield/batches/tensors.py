@@ -164,7 +164,7 @@ def from_tensordict(tensors: Any) -> Batch:
             if records.setdefault(line["rollout"], record) != record:
                 raise ValueError(f"rollout {line['rollout_id']} has two records that differ")
             if not bool((both[n] == tensors["input_ids"][n]).all()):
-                raise ValueError(f"{_where(line)}: input_ids are not its prompt and response")
+                raise ValueError(f"{_where(line)}: input_ids must be the prompt followed by the response")
             rows.append(_row(line, record, lambda value: tensors["scores"].new_tensor(value).item()))
         idle = msgspec.json.decode(tensors["rowless"], type=list[tuple[int, RolloutRecord]])
         rollouts = [record for _, record in sorted((*records.items(), *idle), key=lambda pair: pair[0])]
@@ -181,7 +181,7 @@ def _row(line: dict[str, Any], record: RolloutRecord, rounded: Callable[[float],
     if attended != _left([1] * prompt, width, 0) + _right([1] * response, len(line["responses"]), 0):
         raise ValueError(f"{where}: its attention mask is not a padded prompt and a padded response")
     if line["position_ids"][width - prompt : width + response] != list(range(prompt + response)):
-        raise ValueError(f"{where}: its positions do not count its tokens from 0")
+        raise ValueError(f"{where}: position_ids must count the tokens of the row from 0")
     row = RowColumns(
         rollout_id=line["rollout_id"],
         group_id=line["group_id"],

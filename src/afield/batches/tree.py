@@ -199,7 +199,7 @@ def common(sequences: Sequence[tuple[int, ...]]) -> int:
 
 
 def nodes_of(rows: Sequence[Row]) -> list[Node]:
-    """One node per owned turn, in commit order; `parent` is an index into this list."""
+    """Nodes, one per owned turn, in commit order; `parent` is an index into this list."""
     owned = sorted(((turn, row) for row in rows for turn in row.turns), key=lambda pair: pair[0].order)
     index = {turn.id: n for n, (turn, _) in enumerate(owned)}
     ends = {turn.id: turn.end for turn, _ in owned}

@@ -58,7 +58,7 @@ def _check_row(rollout_id: str, row: Trajectory, turns: dict[str, Turn]) -> None
                 f" but the row has it at {part.start} to {part.end}"
             )
         if wrong := _difference(row, part, turn):
-            raise UsageError(f"{where}: its {wrong} in the row are not those that were recorded")
+            raise UsageError(f"{where}: the {wrong} in the row differ from the recorded ones")
     _check_context(rollout_id, row, starts, turns)
     _check_images(rollout_id, row, starts, turns)
 

@@ -85,7 +85,7 @@ def sequence(*elements: Element | None) -> Element:
 
 
 def either(elements: Sequence[Element]) -> Element:
-    """One of the elements."""
+    """Alternation of the elements."""
     return elements[0] if len(elements) == 1 else {"type": "or", "elements": list(elements)}
 
 
@@ -127,7 +127,7 @@ def ebnf(source: str) -> Element:
 
 
 def choice(values: Sequence[str]) -> Element:
-    """One of the literal texts."""
+    """Alternation of the literal texts."""
     return either([{"type": "const_string", "value": value} for value in values])
 
 
@@ -401,7 +401,7 @@ def _harmony(
         text(*HARMONY_ENDS, limit=budget),
         "<|end|><|start|>assistant",
     )
-    asked: list[Element] = [
+    endings: list[Element] = [
         spelled(
             f"<|channel|>commentary to=functions.{call.name} <|constrain|>json<|message|>",
             json_value(call.schema, *HARMONY_ENDS),
@@ -410,5 +410,5 @@ def _harmony(
     ]
     if not forced:
         final = _without(output, *HARMONY_ENDS) if output else text(*HARMONY_ENDS)
-        asked.append(spelled("<|channel|>final<|message|>", final))
-    return sequence(maybe(thoughts) if thinks and budget != 0 else None, either(asked))
+        endings.append(spelled("<|channel|>final<|message|>", final))
+    return sequence(maybe(thoughts) if thinks and budget != 0 else None, either(endings))

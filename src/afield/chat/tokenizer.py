@@ -351,7 +351,7 @@ class ChatTokenizer:
         """Bytes of a token, also of control tokens; may be part of a character."""
         return self._vocab.piece(token)
 
-    def shown(self, token: int) -> bytes:
+    def reply_bytes(self, token: int) -> bytes:
         """Bytes of a token in a reply: empty for stop ids and hidden control tokens."""
         return self._spellings[token]
 

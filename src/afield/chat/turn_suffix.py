@@ -158,7 +158,7 @@ def splice_text(
     if kept is None or cut is None or before.count(ANCHOR) != 1 or whole.count(ANCHOR) != 1:
         return None
     same = before[:kept] == whole[:cut] or (not strict and unthought(before[:kept]) == unthought(whole[:cut]))
-    return whole[cut:] if same and all(shown(message, whole[cut:]) for message in new) else None
+    return whole[cut:] if same and all(contains_content(message, whole[cut:]) for message in new) else None
 
 
 def unthought(text: str) -> str:
@@ -166,7 +166,7 @@ def unthought(text: str) -> str:
     return _THOUGHT.sub("", text)
 
 
-def shown(message: Message, text: str) -> bool:
+def contains_content(message: Message, text: str) -> bool:
     """Whether the text contains the message's content; templates may strip blanks."""
     words = message.content.strip()
     return not words or words in text.replace(BREAK, "")

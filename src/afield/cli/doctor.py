@@ -41,7 +41,7 @@ def add(commands: Any) -> None:
         help="configuration file with a [train] table, or the agent as FILE.py:NAME",
     )
     command.add_argument(
-        "--agent", dest="agent", metavar="AGENT", help="agent of the run, as of afield train"
+        "--agent", dest="agent", metavar="AGENT", help="agent of the run: FILE.py:NAME or package.module:NAME"
     )
     add_config_arguments(command)
     command.add_argument(

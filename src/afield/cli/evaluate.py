@@ -215,7 +215,7 @@ def prepare(
 
 def settings_given(args: argparse.Namespace) -> dict[str, Any]:
     """Settings on the command line; paths are relative to the directory."""
-    given = {
+    options = {
         "tasks": args.tasks,
         "agent": args.agent,
         "val_rollouts": args.attempts,
@@ -223,7 +223,7 @@ def settings_given(args: argparse.Namespace) -> dict[str, Any]:
         "model": None if args.endpoint else args.model,
     }
     flags = {name: value for name, value in flag_values(args, TrainConfig).items() if name not in UNUSED}
-    own = {name: value for name, value in given.items() if value is not None}
+    own = {name: value for name, value in options.items() if value is not None}
     values = with_paths(merged({**flags, **own}, assigned(args.set or ())), TrainConfig, Path())
     if args.endpoint and args.model:
         values["model"] = args.model

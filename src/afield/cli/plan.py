@@ -14,8 +14,8 @@ from afield.errors import UsageError
 from afield.planning.architecture import read_architecture
 from afield.planning.placement import (
     EngineKind,
+    MemoryPlan,
     PlacementPlan,
-    Plan,
     Workload,
     gib,
     make_plan,
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if plan.fits else 1
 
 
-def lines(plan: Plan) -> Iterator[str]:
+def lines(plan: MemoryPlan) -> Iterator[str]:
     """The plan for people."""
     model = plan.model
     kind = f"{model.experts} experts, {model.experts_per_token} at a time, " if model.experts else ""
@@ -113,8 +113,8 @@ def lines(plan: Plan) -> Iterator[str]:
         f"{plan.gpus}: {gib(plan.gpus.usable)} of each GPU are planned with; the rest is for the CUDA"
         " context and fragmentation"
     )
-    for found in plan.fits:
-        yield f"fits      {_placed(found)}: {_summary(found)}"
+    for placement in plan.fits:
+        yield f"fits      {_placed(placement)}: {_summary(placement)}"
     for refused in plan.refused:
         yield f"too large {_placed(refused)}: {refused.reason}"
     if not plan.fits:
@@ -156,10 +156,10 @@ def _placed(placement: Any) -> str:
     return f"trainer on {placement.trainer_gpus}, {where}"
 
 
-def _summary(found: PlacementPlan) -> str:
-    shape = found.trainer_shape
+def _summary(placement: PlacementPlan) -> str:
+    shape = placement.trainer_shape
     return (
-        f"trainer {gib(found.trainer.peak)} per GPU, passes of {shape.tokens} tokens,"
-        f" {'with' if shape.checkpointing else 'no'} checkpointing; engine {found.replicas} x"
-        f" {found.engine_shape.tensor_parallel} GPUs; {gib(found.free)} free"
+        f"trainer {gib(placement.trainer.peak)} per GPU, passes of {shape.tokens} tokens,"
+        f" {'with' if shape.checkpointing else 'no'} checkpointing; engine {placement.replicas} x"
+        f" {placement.engine_shape.tensor_parallel} GPUs; {gib(placement.free)} free"
     )

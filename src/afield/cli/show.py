@@ -136,12 +136,12 @@ def show_run(run: RunDirectory, args: argparse.Namespace) -> None:
 
 
 def run_as_json(run: RunDirectory, lines: list[dict[str, Any]]) -> dict[str, Any]:
-    shown: dict[str, Any] = {**msgspec.to_builtins(run.info), "status": run.status}
+    document: dict[str, Any] = {**msgspec.to_builtins(run.info), "status": run.status}
     if run.info.kind in ("train", "demo"):
-        shown |= msgspec.to_builtins(summarise(run, saved_config(run), wall_s=0.0))
-        del shown["wall_s"]
+        document |= msgspec.to_builtins(summarise(run, saved_config(run), wall_s=0.0))
+        del document["wall_s"]
     return {
-        **shown,
+        **document,
         "metrics": lines,
         "validation": run.read_validation(),
         "totals": totals(run),

@@ -112,7 +112,7 @@ class OpenArguments(TypedDict, total=False):
     separate_verifier: bool
     """Whether a verifier in its own runtime grades submissions; follows from `verifier`."""
     reward_from: RewardSource
-    """Who gives the rewards: the `agent` (the default), or the `caller` with `RolloutClient.reward`."""
+    """Source of the rewards: the `agent` (the default), or the `caller` with `RolloutClient.reward`."""
     no_turns: Literal["refuse", "flag", "accept"]
     """Rewards of sessions without a recorded model call: `refuse`, `flag` (the default) or `accept`."""
     rewards: tuple[str, ...]

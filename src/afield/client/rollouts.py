@@ -326,8 +326,8 @@ class RolloutClient:
         """
         self._check_gives_rewards()
         result = self._ended(_id_of(rollout))
-        given = {"reward": value, "rewards": named} if named else value
-        return self._give(self._rewarded([result], [given]))[0]
+        reward = {"reward": value, "rewards": named} if named else value
+        return self._give(self._rewarded([result], [reward]))[0]
 
     def reward_group(self, group: Group, function: RewardFunction) -> Group:
         """Give the rewards of a group by a function of its rollouts; returns the group with them.
@@ -377,17 +377,17 @@ class RolloutClient:
             results = [self._ended(outcome.rollout_id) for outcome in outcomes]
             for result, outcome in zip(results, outcomes, strict=True):
                 if not _pending(result) and result.outcome != outcome:
-                    has, wanted = _shown(result.outcome), _shown(outcome)
+                    has, wanted = _reward_text(result.outcome), _reward_text(outcome)
                     message = f"rollout {outcome.rollout_id} has the reward {has}, and the first one counts"
                     raise Conflict(f"{message}; {wanted} is refused")
             give_rewards(self._run_state, self._rollout_store, outcomes)
-            given = [
+            rewarded = [
                 structs.replace(result, outcome=outcome)
                 for result, outcome in zip(results, outcomes, strict=True)
             ]
             for result in filter(_pending, results):
                 self._observer.rewarded(result)
-        return given
+        return rewarded
 
     # --- in the client's own thread --------------------------------------------------------------
 
@@ -537,7 +537,7 @@ def _pending(result: RolloutResult) -> bool:
     return result.outcome.reward_pending
 
 
-def _shown(outcome: Outcome) -> str:
+def _reward_text(outcome: Outcome) -> str:
     return f"{outcome.reward} {outcome.rewards or ''}".rstrip()
 
 

@@ -34,10 +34,10 @@ class ClientCall(Struct, frozen=True):
 
 
 class ClientMessage(Struct, frozen=True, kw_only=True):
-    """One message as the client sent it."""
+    """Message as the client sent it."""
 
     role: str
-    """One of system, user, assistant, tool."""
+    """Author: system, user, assistant or tool."""
     content: str = ""
     """Text with all parts joined."""
     reasoning: str = ""
@@ -381,12 +381,12 @@ def _gemini_text(parts: Iterable[dict[str, Any]]) -> str:
     return "".join(text)
 
 
-def _gemini_content(content: dict[str, Any], asked: list[ClientCall]) -> list[ClientMessage]:
+def _gemini_content(content: dict[str, Any], calls: list[ClientCall]) -> list[ClientMessage]:
     parts = _gemini_parts(content)
     answers = [_either(part, "functionResponse", "function_response") for part in parts]
     messages = [
         ClientMessage(
-            role="tool", content=_returned(answer.get("response")), call_id=_answered(answer, asked)
+            role="tool", content=_returned(answer.get("response")), call_id=_answered(answer, calls)
         )
         for answer in answers
         if answer
@@ -397,11 +397,11 @@ def _gemini_content(content: dict[str, Any], asked: list[ClientCall]) -> list[Cl
     return messages
 
 
-def _answered(answer: dict[str, Any], asked: list[ClientCall]) -> str:
+def _answered(answer: dict[str, Any], calls: list[ClientCall]) -> str:
     """Id of the call that a response answers: by its id or, without one, the first of its function."""
-    for call in asked:
+    for call in calls:
         if call.id == answer["id"] if answer.get("id") else call.name == answer["name"]:
-            asked.remove(call)
+            calls.remove(call)
             return call.id
     return answer.get("id") or ""
 

@@ -41,7 +41,7 @@ SHOWN = 160  # characters of a difference in a message
 
 
 class Block(Struct, frozen=True):
-    """One message in a prompt."""
+    """Message in a prompt."""
 
     text: str
     """Text from the header on, with marked control tokens."""

@@ -29,7 +29,7 @@ RETRY_COUNT = "x-stainless-retry-count"
 
 
 class CapturedRequest(Struct, frozen=True, kw_only=True):
-    """One raw HTTP request."""
+    """Raw HTTP request."""
 
     method: str
     """HTTP method."""

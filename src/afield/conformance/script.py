@@ -69,7 +69,7 @@ class Script:
         self._vocabulary = vocabulary
         self._sampler = RandomTokenizer(vocabulary)
         self._scripted: Callable[..., Any] = factory.scripted_reply()
-        self.asked: Counter[str] = Counter()
+        self.requests: Counter[str] = Counter()
         self.unexpected_prompts: list[str] = []
         self.replies: dict[str, ModelReply] = {}
         self.places: dict[str, str] = {}
@@ -77,10 +77,10 @@ class Script:
     def __call__(self, call: GenerateRequest) -> Any:
         prompt: str = self._vocabulary.decode(call.prompt_ids)
         where, reply = self._reply(prompt)
-        self.asked[where] += 1
+        self.requests[where] += 1
         self.replies[call.id], self.places[call.id] = reply, where
-        chance = random.Random(f"{where} {self.asked[where]}")
-        slow = self._scenario.faults.get(where) is NetworkFault.CUT and self.asked[where] == 1
+        chance = random.Random(f"{where} {self.requests[where]}")
+        slow = self._scenario.faults.get(where) is NetworkFault.CUT and self.requests[where] == 1
         return self._scripted(
             token_ids=(*self._sampler.sample(self._family.spell(reply), chance), *call.stop_ids[:1]),
             chunks=tuple(chance.randint(1, 4) for _ in range(12)),
@@ -99,5 +99,5 @@ class Script:
 
     def unused_replies(self) -> list[str]:
         """Markers and phrases that the client never requested."""
-        counts: Mapping[str, int] = self.asked
+        counts: Mapping[str, int] = self.requests
         return [where for where in (*self._scenario.replies, *self._scenario.asides) if not counts[where]]

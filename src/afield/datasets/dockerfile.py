@@ -120,8 +120,8 @@ class _Reader:
             self._add(instruction)
         if not self._stages:
             raise self._error(1, "there is no FROM")
-        made = [step for step in self._steps if not isinstance(step, Run)]
-        paths = (step.destination if isinstance(step, Copy) else step.path for step in made)
+        file_steps = [step for step in self._steps if not isinstance(step, Run)]
+        paths = (step.destination if isinstance(step, Copy) else step.path for step in file_steps)
         return Build(
             file=self._file,
             steps=tuple(self._steps),
@@ -157,11 +157,11 @@ class _Reader:
 
     def _change_workdir(self, one: _Instruction) -> None:
         self._workdir = self._path(one, " ".join(self._words(one)))
-        self._steps.append(MakeDirectory(line=one.line, text=_shown(one), path=self._workdir))
+        self._steps.append(MakeDirectory(line=one.line, text=_excerpt(one), path=self._workdir))
 
     def _volume(self, one: _Instruction) -> None:
         for path in _json_list(one.text) or self._words(one):
-            self._steps.append(MakeDirectory(line=one.line, text=_shown(one), path=self._path(one, path)))
+            self._steps.append(MakeDirectory(line=one.line, text=_excerpt(one), path=self._path(one, path)))
 
     def _change_shell(self, one: _Instruction) -> None:
         self._shell = _json_list(one.text)
@@ -182,7 +182,7 @@ class _Reader:
             argv = [*self._shell, script]
         env = {**self._args, **self._env}
         self._steps.append(
-            Run(line=one.line, text=_shown(one), argv=tuple(argv), env=env, workdir=self._workdir)
+            Run(line=one.line, text=_excerpt(one), argv=tuple(argv), env=env, workdir=self._workdir)
         )
 
     def _copy(self, one: _Instruction) -> None:
@@ -206,7 +206,7 @@ class _Reader:
         self._steps.append(
             Copy(
                 line=one.line,
-                text=_shown(one),
+                text=_excerpt(one),
                 sources=tuple(source for source in sources if not source.startswith("<<")),
                 inline=one.heredocs,
                 destination=path,
@@ -324,6 +324,6 @@ def _json_list(text: str) -> list[str]:
     return words if isinstance(words, list) and all(isinstance(word, str) for word in words) else []
 
 
-def _shown(one: _Instruction) -> str:
+def _excerpt(one: _Instruction) -> str:
     text = f"{one.name} {one.text}"
     return text if len(text) <= 80 else f"{text[:77]}..."

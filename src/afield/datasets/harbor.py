@@ -137,7 +137,7 @@ class HarborConfig(Struct, frozen=True, kw_only=True):
 
 
 class HarborTask(Struct, frozen=True, kw_only=True):
-    """One task directory."""
+    """Task directory in the Harbor format."""
 
     id: str
     """Name of the directory, relative to the scanned one, with `/` as `--`."""
@@ -203,10 +203,10 @@ def scan(root: Path) -> list[HarborTask]:
     """
     tasks, problems = survey(root)
     if problems:
-        shown = "\n  ".join(problems[:50])
+        listing = "\n  ".join(problems[:50])
         more = f"\n  and {len(problems) - 50} more" if len(problems) > 50 else ""
         raise UsageError(
-            f"{len(problems)} of {len(problems) + len(tasks)} tasks are broken:\n  {shown}{more}"
+            f"{len(problems)} of {len(problems) + len(tasks)} tasks are broken:\n  {listing}{more}"
         )
     return tasks
 
@@ -287,9 +287,9 @@ def read_config(file: Path) -> HarborConfig:
         if "[...]" in path and isinstance(value, dict):  # a table of strings: name the entry
             key, value = next((k, v) for k, v in value.items() if not isinstance(v, str))
             keys.append(key)
-        shown = f" = {value!r}" if value is not None and not isinstance(value, dict) else ""
+        setting = f" = {value!r}" if value is not None and not isinstance(value, dict) else ""
         name = ".".join(keys) or "the file"
-        raise UsageError(f"{file}:{line_of(text, keys)}: {name}{shown}: {message}") from error
+        raise UsageError(f"{file}:{line_of(text, keys)}: {name}{setting}: {message}") from error
     return _checked(config, file, text)
 
 

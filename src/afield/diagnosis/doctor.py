@@ -74,9 +74,9 @@ class CheckResult(Struct, frozen=True, kw_only=True):
     status: Status
     """Outcome: ok, warning, failed, or skipped because an earlier check failed."""
     evidence: str
-    """What was seen."""
+    """Observation on which the status rests."""
     remedy: str = ""
-    """What to do; empty if nothing."""
+    """Remedy; empty if the check needs none."""
 
 
 class Doctor:
@@ -257,10 +257,10 @@ class Doctor:
             return iter([ok("gateway", "the run starts its own")])
         if not self._admin_key:
             raise UsageError(f"the gateway at {config.gateway} needs an admin key: set AFIELD_ADMIN_KEY")
-        patience_s = min(10.0, self._timeout_s / 2)
+        unavailable_timeout_s = min(10.0, self._timeout_s / 2)
         delivers = config.delivery == "gateway"
         async with factory.gateway_client(
-            config.gateway, self._admin_key, unavailable_timeout_s=patience_s, delivers=delivers
+            config.gateway, self._admin_key, unavailable_timeout_s=unavailable_timeout_s, delivers=delivers
         ) as gateway:
             served = await gateway.served_policy()
             context = await gateway.context()

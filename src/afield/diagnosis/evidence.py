@@ -109,11 +109,11 @@ class Finding(Struct, frozen=True, kw_only=True):
     stage: Stage = "infrastructure"
     """Stage of the run that is broken."""
     problem: str
-    """What is wrong, in one sentence."""
+    """Problem, in one sentence."""
     evidence: tuple[str, ...] = ()
     """Figures, one per line."""
     remedy: str
-    """What to do; names a setting or a command."""
+    """Remedy; names a setting or a command."""
     rollouts: tuple[str, ...] = ()
     """Rollouts that show it."""
     files: tuple[str, ...] = ()
@@ -167,10 +167,10 @@ class RunEvidence:
     def grouped(self, rollouts: Sequence[RolloutFacts] | None = None) -> list[list[RolloutFacts]]:
         """Rollouts by group, in the order of the run, without greedy ones; by default all."""
         groups: dict[str, list[RolloutFacts]] = {}
-        found = self.rollouts if rollouts is None else rollouts
+        selected = self.rollouts if rollouts is None else rollouts
         if self.rollout is not None:
-            found = _rollouts(self.run, group=self.rollout.group_id)
-        for rollout in found:
+            selected = _rollouts(self.run, group=self.rollout.group_id)
+        for rollout in selected:
             if not rollout.greedy:
                 groups.setdefault(rollout.group_id, []).append(rollout)
         return list(groups.values())

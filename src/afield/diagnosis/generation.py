@@ -70,29 +70,29 @@ def refused_calls(run: RunEvidence) -> Finding | None:
 
 
 def empty_tool_schema(run: RunEvidence) -> Finding | None:
-    found = [rollout for rollout in run.rollouts if rollout.fact("untyped_calls")]
-    calls = count(found, lambda rollout: rollout.fact("untyped_calls"))
+    affected = [rollout for rollout in run.rollouts if rollout.fact("untyped_calls")]
+    calls = count(affected, lambda rollout: rollout.fact("untyped_calls"))
     total = count(run.rollouts, lambda rollout: rollout.tool_calls)
     if not run.exceeds(calls, max(calls, total), 0.02):
         return None
-    names = sorted(set(tool_names(total_of(found, "tags"))))
+    names = sorted(set(tool_names(total_of(affected, "tags"))))
     return Finding(
         problem=f"the schema of tool {', '.join(names[:4])} arrived without parameters, and the model has to"
         " guess its arguments",
         evidence=(share(calls, total, "tool calls pass arguments to such a tool"),),
         remedy="define the tool's parameters as a JSON schema with properties; if the agent's code has them,"
         " its framework sends them under a name that the API does not have",
-        rollouts=examples(found),
+        rollouts=examples(affected),
     )
 
 
 def malformed_tool_calls(run: RunEvidence) -> Finding | None:
-    found = [rollout for rollout in run.early() if _malformed(rollout)]
-    wrong = count(found, _malformed)
+    affected = [rollout for rollout in run.early() if _malformed(rollout)]
+    wrong = count(affected, _malformed)
     tried = count(run.early(), lambda r: r.tool_calls + r.tags.get(MALFORMED, 0))
     if not run.exceeds(wrong, max(wrong, tried), 0.1):
         return None
-    unparsed = count(found, lambda rollout: rollout.tags.get(MALFORMED, 0))
+    unparsed = count(affected, lambda rollout: rollout.tags.get(MALFORMED, 0))
     return Finding(
         problem="the model writes tool calls that cannot be read",
         evidence=(
@@ -102,7 +102,7 @@ def malformed_tool_calls(run: RunEvidence) -> Finding | None:
         ),
         remedy="raise max_tokens if calls are cut off; else compare the model's format with `afield"
         " inspect-template MODEL`, or train the format first",
-        rollouts=examples(found),
+        rollouts=examples(affected),
     )
 
 
@@ -112,25 +112,25 @@ def _malformed(rollout: RolloutFacts) -> int:
 
 def no_tool_calls(run: RunEvidence) -> Finding | None:
     offered = [rollout for rollout in run.early() if rollout.fact("tool_turns")]
-    silent = [r for r in offered if not r.tool_calls and not r.tags.get(MALFORMED)]
-    calling = len(offered) - len(silent)
+    without_calls = [r for r in offered if not r.tool_calls and not r.tags.get(MALFORMED)]
+    calling = len(offered) - len(without_calls)
     enough = len(offered) >= MIN_OFFERED and calling <= MAX_CALLING * len(offered)
-    if not (silent if run.single else enough):
+    if not (without_calls if run.single else enough):
         return None
     return Finding(
         problem="the agent offers tools, and the model calls none",
         evidence=(share(calling, len(offered), "rollouts with tools have a tool call"),),
         remedy="look at the prompt with `afield show`, and whether the chat template shows the tools with"
         " `afield inspect-template MODEL`; then say in the system prompt when to call them",
-        rollouts=examples(silent),
+        rollouts=examples(without_calls),
     )
 
 
 def lost_tool_results(run: RunEvidence) -> Finding | None:
     if run.settings.get("abandoned_answers") == "train":
         return None  # the agent samples requests several times on purpose
-    found = [rollout for rollout in run.rollouts if rollout.fact("lost_results")]
-    lost = count(found, lambda rollout: rollout.fact("lost_results"))
+    affected = [rollout for rollout in run.rollouts if rollout.fact("lost_results")]
+    lost = count(affected, lambda rollout: rollout.fact("lost_results"))
     total = count(run.rollouts, lambda rollout: rollout.fact("continued_calls"))
     if not run.exceeds(lost, max(lost, total), 0.2):
         return None
@@ -138,13 +138,13 @@ def lost_tool_results(run: RunEvidence) -> Finding | None:
         problem="results of tool calls never reach the model: no later prompt has them",
         evidence=(share(lost, total, "tool calls of turns that were followed by another"),),
         remedy="append a message of role tool with the call's tool_call_id after the reply, then call again",
-        rollouts=examples(found),
+        rollouts=examples(affected),
     )
 
 
 def unstable_template(run: RunEvidence) -> Finding | None:
-    found = [rollout for rollout in run.rollouts if rollout.fact("unstable_turns")]
-    unstable = count(found, lambda rollout: rollout.fact("unstable_turns"))
+    affected = [rollout for rollout in run.rollouts if rollout.fact("unstable_turns")]
+    unstable = count(affected, lambda rollout: rollout.fact("unstable_turns"))
     total = count(run.rollouts, lambda rollout: rollout.fact("continuations"))
     if not run.exceeds(unstable, max(unstable, total), 0.1):
         return None
@@ -154,13 +154,13 @@ def unstable_template(run: RunEvidence) -> Finding | None:
         evidence=(share(unstable, total, "turns that continue a conversation"),),
         remedy="run `afield inspect-template MODEL` for the part that changes, and correct it in"
         " chat_template.jinja; thinking = 'preserve' keeps earlier reasoning",
-        rollouts=examples(found),
+        rollouts=examples(affected),
     )
 
 
 def edited_replies(run: RunEvidence) -> Finding | None:
-    found = [rollout for rollout in run.rollouts if rollout.fact("edited_turns")]
-    edited = count(found, lambda rollout: rollout.fact("edited_turns"))
+    affected = [rollout for rollout in run.rollouts if rollout.fact("edited_turns")]
+    edited = count(affected, lambda rollout: rollout.fact("edited_turns"))
     total = count(run.with_turns(), lambda rollout: rollout.turns - 1)
     if not run.exceeds(edited, max(edited, total), 0.1):
         return None
@@ -169,24 +169,24 @@ def edited_replies(run: RunEvidence) -> Finding | None:
         " that is not trained",
         evidence=(share(edited, total, "turns after the first"),),
         remedy="append the reply's message to the conversation unchanged, with its tool calls",
-        rollouts=examples(found),
+        rollouts=examples(affected),
     )
 
 
 def unenforced_constraints(run: RunEvidence) -> Finding | None:
-    found = [r for r in run.with_turns() if any(tag.startswith(UNENFORCED) for tag in r.tags)]
-    if not run.exceeds(len(found), len(run.with_turns()), 0.05):
+    affected = [r for r in run.with_turns() if any(tag.startswith(UNENFORCED) for tag in r.tags)]
+    if not run.exceeds(len(affected), len(run.with_turns()), 0.05):
         return None
-    tags = {t: n for t, n in total_of(found, "tags").items() if t.startswith(UNENFORCED)}
+    tags = {t: n for t, n in total_of(affected, "tags").items() if t.startswith(UNENFORCED)}
     return Finding(
         problem="requests ask for constraints that were not enforced on the replies",
         evidence=(
-            share(len(found), len(run.with_turns()), "rollouts"),
+            share(len(affected), len(run.with_turns()), "rollouts"),
             f"turns by tag: {listed(tags)}",
         ),
         remedy="set constrained_turns = 'train' and unsupported = 'refuse', with an engine that enforces"
         " grammars; or leave the parameter out of the request",
-        rollouts=examples(found),
+        rollouts=examples(affected),
     )
 
 
@@ -195,30 +195,30 @@ def truncated_replies(run: RunEvidence) -> Finding | None:
     cut = [r for r in sampled if r.fact("cut_turns") and not r.fact("cut_end")]
     ends = [r for r in sampled if r.fact("cut_end")]
     best = max((r.reward for r in run.rollouts if r.reward is not None), default=0.0)
-    found = cut + [r for r in ends if r.reward is None or r.reward < best or best <= 0]
-    if len(found) < len(ends) / 2 or not run.exceeds(len(found), len(sampled), 0.2):
+    truncated = cut + [r for r in ends if r.reward is None or r.reward < best or best <= 0]
+    if len(truncated) < len(ends) / 2 or not run.exceeds(len(truncated), len(sampled), 0.2):
         return None
     limit = run.settings.get("max_tokens") or run.info.sampling.get("max_tokens")
     return Finding(
         problem="replies are cut off before the model ends them",
         evidence=(
-            share(len(found), len(sampled), "rollouts"),
+            share(len(truncated), len(sampled), "rollouts"),
             f"{len(ends)} of them end with a reply that was cut off",
             *([f"max_tokens is {limit}"] if limit else []),
         ),
         remedy="raise max_tokens, or the max_tokens that the agent's requests ask for",
-        rollouts=examples(found),
+        rollouts=examples(truncated),
         commands=("afield show {run} --sort tokens",),
     )
 
 
 def main_path_excluded(run: RunEvidence) -> Finding | None:
-    found = [rollout for rollout in run.rollouts if rollout.fact("main_excluded")]
-    left_out = count(found, lambda rollout: rollout.fact("main_excluded"))
+    affected = [rollout for rollout in run.rollouts if rollout.fact("main_excluded")]
+    left_out = count(affected, lambda rollout: rollout.fact("main_excluded"))
     total = count(run.rollouts, lambda rollout: rollout.fact("main_turns"))
     if not run.exceeds(left_out, max(left_out, total), 0.05):
         return None
-    reasons: Counter[str] = total_of(found, "excluded")
+    reasons: Counter[str] = total_of(affected, "excluded")
     main = reasons.most_common(1)[0][0] if reasons else ""
     return Finding(
         problem="turns of the main conversation are sampled and excluded from training",
@@ -227,7 +227,7 @@ def main_path_excluded(run: RunEvidence) -> Finding | None:
             f"excluded tokens by reason: {listed(reasons)}",
         ),
         remedy=REASONS[main].remedy if main in REASONS else "read why in `afield show RUN ROLLOUT`",
-        rollouts=examples(found),
+        rollouts=examples(affected),
         pages=("#/r/{run}/excluded",),
     )
 

@@ -60,8 +60,8 @@ def nothing_collected(run: RunEvidence) -> Finding | None:
 def unreachable_gateway(run: RunEvidence) -> Finding | None:
     if run.info.endpoint:
         return None
-    silent = [rollout for rollout in run.rollouts if _is_silent(rollout)]
-    if not run.exceeds(len(silent), len(run.rollouts), 0.2):
+    without_calls = [rollout for rollout in run.rollouts if _is_silent(rollout)]
+    if not run.exceeds(len(without_calls), len(run.rollouts), 0.2):
         return None
     if any((rollout.reward or 0.0) > 0 for rollout in run.rollouts if not rollout.made_calls):
         return None  # the agent works without a model
@@ -69,13 +69,14 @@ def unreachable_gateway(run: RunEvidence) -> Finding | None:
     return Finding(
         problem="agents do not reach the gateway: they end without a single model call",
         evidence=(
-            share(len(silent), len(run.rollouts), "rollouts made no call"),
-            most_common(rollout.failure_message for rollout in silent) or "they returned a reward of 0",
+            share(len(without_calls), len(run.rollouts), "rollouts made no call"),
+            most_common(rollout.failure_message for rollout in without_calls)
+            or "they returned a reward of 0",
             *([f"agents get the address {address}"] if address else []),
         ),
         remedy="call the model at rollout.openai_base_url with rollout.api_key; if agents run elsewhere, set"
         " gateway_url to an address that they reach, and gateway_host to 0.0.0.0",
-        rollouts=examples(silent),
+        rollouts=examples(without_calls),
         files=("logs/gateway.log",),
     )
 

@@ -66,10 +66,10 @@ def _allowed(line: dict[str, Any]) -> float:
 def _worst(line: dict[str, Any]) -> tuple[str, float]:
     """Tier with the largest difference; all tiers in one if some tokens are stale, which differ anyway."""
     trainer = line["trainer"]
-    found = {"all": trainer["logprob_diff"]}
+    diff_by_tier = {"all": trainer["logprob_diff"]}
     if not line.get("staleness"):
-        found |= {n.removeprefix(TIER): v for n, v in trainer.items() if n.startswith(TIER)}
-    return max(found.items(), key=lambda item: item[1])
+        diff_by_tier |= {n.removeprefix(TIER): v for n, v in trainer.items() if n.startswith(TIER)}
+    return max(diff_by_tier.items(), key=lambda item: item[1])
 
 
 def lost_update(run: RunEvidence) -> Finding | None:
@@ -137,8 +137,8 @@ def entropy_collapse(run: RunEvidence) -> Finding | None:
     if not rewards or last > COLLAPSED * first:
         return None
     before, reached, best = mean(rewards[:WINDOW]), mean(rewards[-WINDOW:]), max(rewards)
-    given = [rollout.reward for rollout in run.rollouts if rollout.reward is not None]
-    margin = 0.1 * (max(given, default=0.0) - min(given, default=0.0))
+    run_rewards = [rollout.reward for rollout in run.rollouts if rollout.reward is not None]
+    margin = 0.1 * (max(run_rewards, default=0.0) - min(run_rewards, default=0.0))
     if reached > before + margin and reached > best - 2 * margin:
         return None  # certain, because it has learned the task
     return Finding(

@@ -71,9 +71,9 @@ def applicable(run: RunEvidence) -> list[DiagnosisClass]:
 
 def diagnose(run: RunEvidence) -> list[Finding]:
     """Findings of a run or rollout, the most fundamental first."""
-    found = [(one, one.check(run)) for one in applicable(run)]
+    results = [(one, one.check(run)) for one in applicable(run)]
     return [
         structs.replace(finding, name=one.name, stage=one.stage)
-        for one, finding in found
+        for one, finding in results
         if finding is not None
     ]

@@ -65,12 +65,12 @@ def reward_follows_length(run: RunEvidence) -> Finding | None:
             if rollout.reward is not None and rollout.turns:
                 cells.setdefault((rollout.group_id, rollout.turns), []).append(rollout)
     kept = [cell for cell in cells.values() if len(cell) >= 3 and len({r.sampled_tokens for r in cell}) > 1]
-    found = [rollout for cell in kept for rollout in cell]
-    degrees = len(found) - len(kept) - 2
-    if len(found) < MIN_ROLLOUTS or degrees < 8:
+    comparable = [rollout for cell in kept for rollout in cell]
+    degrees = len(comparable) - len(kept) - 2
+    if len(comparable) < MIN_ROLLOUTS or degrees < 8:
         return None
     # Binary rewards follow the length of the one right answer: only graded ones show a rule of length.
-    if len({rollout.reward for rollout in found}) < 5:
+    if len({rollout.reward for rollout in comparable}) < 5:
         return None
     correlation = _within(kept)
     low, high = _interval(correlation, degrees)
@@ -80,11 +80,11 @@ def reward_follows_length(run: RunEvidence) -> Finding | None:
         problem="the reward follows the length of the replies: longer is better, whatever they say",
         evidence=(
             f"correlation of reward and sampled tokens {correlation:.2f} (95 % interval {low:.2f} to"
-            f" {high:.2f}) within {len(kept)} groups of {len(found)} rollouts with equally many turns",
+            f" {high:.2f}) within {len(kept)} groups of {len(comparable)} rollouts with equally many turns",
         ),
         remedy="compare the longest and the shortest rollout of a group; take length out of the reward, or"
         " subtract a penalty for it",
-        rollouts=tuple(r.id for r in sorted(found, key=lambda r: -r.sampled_tokens)[:2]),
+        rollouts=tuple(r.id for r in sorted(comparable, key=lambda r: -r.sampled_tokens)[:2]),
         commands=("afield show {run} --sort tokens",),
     )
 

@@ -29,30 +29,30 @@ CONNECT_S = 10.0  # timeout of a new connection
 
 
 class IdleTimer:
-    """Calls `late` when `hear` was not called for `seconds`; the timer stops while `held()` is true.
+    """Calls `late` when `reset` was not called for `seconds`; the timer stops while `held()` is true.
 
-    `hear` costs one assignment, unlike rescheduling a timeout for every read.
+    `reset` costs one assignment, unlike rescheduling a timeout for every read.
     """
 
     def __init__(self, seconds: float, held: Callable[[], bool], late: Callable[[], None]) -> None:
         self._seconds, self._held, self.late = seconds, held, late
         self._loop = asyncio.get_running_loop()
-        self.heard = self._loop.time()
+        self.active_at = self._loop.time()
         self._timer = self._loop.call_later(seconds, self._look)
 
     def _look(self) -> None:
         now = self._loop.time()
         if self._held():
-            self.heard = now
-        left = self.heard + self._seconds - now
+            self.active_at = now
+        left = self.active_at + self._seconds - now
         if left <= 0:
             self.late()
         else:
             self._timer = self._loop.call_later(left, self._look)
 
-    def hear(self) -> None:
+    def reset(self) -> None:
         """Restart the timeout."""
-        self.heard = self._loop.time()
+        self.active_at = self._loop.time()
 
     def end(self) -> None:
         """Stop the timer."""
@@ -107,14 +107,17 @@ class EngineHttpClient:
 
     async def reads(self, path: str, body: Any, headers: dict[str, str]) -> AsyncGenerator[bytes]:
         """Bytes of a streamed response with status 200, as they arrive."""
-        async with self._answer("POST", path, body, headers, self._idle_s, still=True) as (response, silence):
+        async with self._answer("POST", path, body, headers, self._idle_s, still=True) as (
+            response,
+            idle_timer,
+        ):
             if response.status != 200:
                 self._check(response.status, await response.read_all())
-            started = silence.heard
+            started = idle_timer.active_at
             while data := await response.read():
-                silence.hear()
+                idle_timer.reset()
                 yield data
-                gap = min(LONGEST_GAP_S, GAP * (silence.heard - started))
+                gap = min(LONGEST_GAP_S, GAP * (idle_timer.active_at - started))
                 if gap > SHORTEST_GAP_S:
                     response.gather(gap)
 
@@ -126,10 +129,10 @@ class EngineHttpClient:
             raise Unavailable(f"the engine at {self.url} is not connected; enter it with `async with`")
         request = pool.request(method, path, None if body is None else msgspec.json.encode(body), headers)
         connection = pool.take_idle() or await self._connect(pool)
-        silence = IdleTimer(
+        idle_timer = IdleTimer(
             idle_s,
             self._held if still else lambda: False,
-            late=lambda: connection.fail(Unavailable(self._silent(idle_s))),
+            late=lambda: connection.fail(Unavailable(self._idle_message(idle_s))),
         )
         try:
             try:
@@ -141,11 +144,11 @@ class EngineHttpClient:
                 pool.put(connection)
                 connection = await self._connect(pool)
                 await connection.send(request)
-            yield connection, silence
+            yield connection, idle_timer
         except OSError as error:
             raise Unavailable(f"{self.url} closed the connection: {error}") from error
         finally:
-            silence.end()
+            idle_timer.end()
             pool.put(connection)
 
     async def _connect(self, pool: ConnectionPool) -> HttpConnection:
@@ -155,7 +158,7 @@ class EngineHttpClient:
             problem = error.strerror or str(error) or "it did not answer in time"
             raise Unavailable(f"cannot connect to {self.url}: {problem}") from error
 
-    def _silent(self, idle_s: float) -> str:
+    def _idle_message(self, idle_s: float) -> str:
         return f"{self.url} sent nothing for {idle_s:g} s; restart it if it hangs, or raise its idle timeout"
 
     def _check(self, status: int, data: bytes) -> None:

@@ -35,7 +35,7 @@ class CallStatus(StrEnum):
 
 
 class RecordedCall(Struct, frozen=True, kw_only=True):
-    """One call as the engine served it."""
+    """Call as the engine served it."""
 
     call_id: str
     """Id of the `GenerateRequest`."""

@@ -36,7 +36,7 @@ MAX_TOP_LOGPROBS = 20
 
 
 class ScriptedReply(Struct, frozen=True, kw_only=True):
-    """One reply of a script."""
+    """Reply of a script."""
 
     token_ids: tuple[int, ...] = ()
     """Tokens to sample; cut at stop ids and `max_tokens` of the call."""

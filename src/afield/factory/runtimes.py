@@ -119,7 +119,7 @@ def _runtime(config: TrainConfig, run: RunDirectory, transport: Transport, prefi
         hidden = hidden_files(config)
         return backend(config.agent, options, log_dir=run.logs, hidden=hidden, environments=environments())
     if name == "agentcore":
-        return backend(options, name=prefix, ledger=run.path / "agentcore.sqlite")
+        return backend(options, name=prefix, session_table=run.path / "agentcore.sqlite")
     agent = (config.agent,) if RUNTIMES[name].takes_agent else ()
     return backend(*agent, options, name=prefix, log_dir=run.logs)
 

@@ -17,7 +17,7 @@ from msgspec import Struct, to_builtins
 from afield import trajectories
 from afield.gateway import outcomes
 from afield.gateway.api_error import ApiError, bad_request, conflict, forbidden, not_found
-from afield.gateway.header_keys import HeaderKeySpec, told
+from afield.gateway.header_keys import HeaderKeySpec, public_fields
 from afield.gateway.http import PlainText, Scope, json_body, query
 from afield.gateway.service import LocalGateway
 from afield.gateway.session_keys import Grant, KeyScope
@@ -163,7 +163,7 @@ async def create_key(gateway: LocalGateway, _: str, body: bytes, __: dict[str, s
 
 
 async def list_keys(gateway: LocalGateway, _: str, __: bytes, ___: dict[str, str]) -> Answer:
-    return 200, {"keys": [told(row) for row in gateway.header_keys.list()]}
+    return 200, {"keys": [public_fields(row) for row in gateway.header_keys.list()]}
 
 
 async def delete_key(gateway: LocalGateway, key_id: str, _: bytes, __: dict[str, str]) -> Answer:

@@ -226,7 +226,7 @@ class Calls:
         key = request.idempotency_key
         if running_call := session.keyed_calls.get(key):
             await asyncio.wait([running_call])
-        for turn in reversed(session.tree.asked(prompt.request_digest)):
+        for turn in reversed(session.tree.turns_of_request(prompt.request_digest)):
             if not _repeatable(session, turn, key, (prompt.parent, prompt.delta_ids, limit, constraint)):
                 continue
             scores = self._scores_again(session, request, turn)

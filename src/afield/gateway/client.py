@@ -85,7 +85,7 @@ class HttpGateway:
     ) -> None:
         self._url = url.rstrip("/")
         self._admin_key = admin_key
-        self._patience_s = unavailable_timeout_s
+        self._unavailable_timeout_s = unavailable_timeout_s
         self._delivers = delivers
 
     async def __aenter__(self) -> Self:
@@ -184,14 +184,14 @@ class HttpGateway:
         Repeating is harmless; another value for the same raises Conflict.
         """
         body = {"reward": reward, "name": name, "turn": None if turn is None else str(turn)}
-        return await self._ask("POST", f"/sessions/{session_id}/reward", SessionState, _given(body))
+        return await self._ask("POST", f"/sessions/{session_id}/reward", SessionState, _without_none(body))
 
     async def complete(
         self, session_id: str, *, reward: float | None = None, metrics: Mapping[str, float] | None = None
     ) -> SessionState:
         """Ends a session: it gets no new model calls, and running ones finish. Idempotent."""
         body = {"reward": reward, "metrics": metrics}
-        return await self._ask("POST", f"/sessions/{session_id}/complete", SessionState, _given(body))
+        return await self._ask("POST", f"/sessions/{session_id}/complete", SessionState, _without_none(body))
 
     async def wait(self, session_id: str, timeout_s: float = 30.0) -> SessionState:
         """Returns the state of a session once it is no longer open, or after the timeout."""
@@ -233,7 +233,7 @@ class HttpGateway:
         timeout_s: float = TIMEOUT_S,
     ) -> T:
         data = msgspec.json.encode(body) if body is not None else None
-        deadline = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + self._unavailable_timeout_s
         limit = aiohttp.ClientTimeout(total=timeout_s)
         while True:
             try:
@@ -250,7 +250,7 @@ class HttpGateway:
             await asyncio.sleep(0.2)
 
 
-def _given(body: Mapping[str, object]) -> dict[str, object]:
+def _without_none(body: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in body.items() if value is not None}
 
 

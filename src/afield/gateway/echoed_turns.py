@@ -134,7 +134,7 @@ def match_replies(
 
 
 def _thinking_aloud(tree: TurnTree, request_digest: str, message: Message) -> Message | None:
-    for turn in reversed(tree.asked(request_digest)):
+    for turn in reversed(tree.turns_of_request(request_digest)):
         reply = turn.messages[-1] if turn.status is TurnStatus.COMMITTED and turn.messages else None
         if reply is None or not reply.reasoning.strip():
             continue

@@ -53,7 +53,7 @@ class EnginePool:
         """
         self._registry = WorkerRegistry(workers, check)
         self._connect = connect
-        self._tries, self._patience_s, self._drain_s = tries, unavailable_timeout_s, drain_s
+        self._tries, self._unavailable_timeout_s, self._drain_s = tries, unavailable_timeout_s, drain_s
         self._start_timeout_s = start_timeout_s
         self._session_workers: OrderedDict[str, EngineWorker] = OrderedDict()
         self._open = asyncio.Event()
@@ -206,7 +206,7 @@ class EnginePool:
                 self.queue_time.leave(call.session_id, running)
         worker = self._choice(call)
         assert worker is not None
-        self._settle(call.session_id, worker)
+        self._assign(call.session_id, worker)
         worker.running_calls.add(running)
         worker.calls += 1
         return worker
@@ -215,8 +215,8 @@ class EnginePool:
         while True:
             await self._open.wait()
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._patience_s), self._registry.changed:
-                    await self._registry.changed.wait_for(lambda: self._settled(call))
+                async with asyncio.timeout(self._unavailable_timeout_s), self._registry.changed:
+                    await self._registry.changed.wait_for(lambda: self._can_proceed(call))
             self._check_running()
             if not self._open.is_set():
                 continue
@@ -226,10 +226,10 @@ class EnginePool:
             tried = f" (tried: {'; '.join(running.failures)})" if running.failures else ""
             wants = " that takes images" if call.images else ""
             raise Unavailable(
-                f"no worker{wants} for {self._patience_s:g} s: {aside or 'there is none'}{tried}"
+                f"no worker{wants} for {self._unavailable_timeout_s:g} s: {aside or 'there is none'}{tried}"
             )
 
-    def _settled(self, call: GenerateRequest) -> bool:
+    def _can_proceed(self, call: GenerateRequest) -> bool:
         return self._choice(call) is not None or not self._open.is_set() or not self._registry.running
 
     def _choice(self, call: GenerateRequest) -> EngineWorker | None:
@@ -239,7 +239,7 @@ class EnginePool:
         fit = [worker for worker in self._workers if worker.takes(call.images)]
         return min(fit, key=lambda worker: worker.load) if fit else None
 
-    def _settle(self, session_id: str, worker: EngineWorker) -> None:
+    def _assign(self, session_id: str, worker: EngineWorker) -> None:
         home = self._session_workers.pop(session_id, None)
         if home is not None:
             home.sessions -= 1

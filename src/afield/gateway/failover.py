@@ -64,7 +64,7 @@ class ResumableCall:
         return self._call.stream
 
     @property
-    def silent(self) -> bool:
+    def awaits_first_token(self) -> bool:
         """Whether the current worker has not returned any token yet."""
         return self.started_at < math.inf and len(self._ids) == self._base
 

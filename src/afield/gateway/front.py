@@ -21,7 +21,7 @@ from afield.gateway.shards import route
 log = logging.getLogger(__name__)
 HEAD = 32 * 1024
 """Maximum of bytes that are peeked for the head of a request."""
-PATIENCE_S = 30.0
+FIRST_REQUEST_TIMEOUT_S = 30.0
 """Timeout for the head of a connection's first request, in seconds."""
 START_S = 180.0
 """Time for a process to start, in seconds."""
@@ -190,7 +190,7 @@ class Front:
         with connection:
             connection.setblocking(False)
             try:
-                async with asyncio.timeout(PATIENCE_S):
+                async with asyncio.timeout(FIRST_REQUEST_TIMEOUT_S):
                     head = await _peek(connection)
             except TimeoutError:
                 return
@@ -200,7 +200,7 @@ class Front:
                     del self._headless[address]
             if head:
                 try:
-                    async with asyncio.timeout(PATIENCE_S):
+                    async with asyncio.timeout(FIRST_REQUEST_TIMEOUT_S):
                         await self._processes[route(head, len(self._processes))].hand_over(connection)
                 except (OSError, ValueError) as error:  # the process is restarting; the client will retry
                     log.error("front: connection dropped error=%s", error)

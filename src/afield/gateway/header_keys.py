@@ -243,6 +243,6 @@ class HeaderKeys:
         return completed
 
 
-def told(row: HeaderKeyRow) -> dict[str, Any]:
+def public_fields(row: HeaderKeyRow) -> dict[str, Any]:
     """A key without its secret, as listed by `GET /keys`."""
     return {"id": row.id, "created": row.created, **structs.asdict(row.spec)}

@@ -544,7 +544,7 @@ def check(dialect: str, name: str, value: Any, *, ignore: bool) -> tuple[str, ..
         return ()
     if entry.handling != "refused":
         return (f"overridden:{name}",) if entry.unread else ()
-    return unsupported(name, f"{name}={_shown(value)} is not supported", entry.effect, ignore=ignore)
+    return unsupported(name, f"{name}={_excerpt(value)} is not supported", entry.effect, ignore=ignore)
 
 
 def check_within(dialect: str, name: str, values: Mapping[str, Any], *, ignore: bool) -> tuple[str, ...]:
@@ -563,6 +563,6 @@ def _supported(dialect: str, name: str, keys: tuple[str, ...]) -> bool:
     return all(entry is not None and entry.handling != "refused" and not entry.unread for entry in entries)
 
 
-def _shown(value: Any) -> str:
+def _excerpt(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:40]}..."

@@ -214,13 +214,13 @@ class GatewayPool:
         assert spec.id is not None
         if self._inherits and spec.id not in self._homes:
             await self._find_inherited(spec.id)
-        known = spec.id in self._homes
+        reserved = spec.id in self._homes
         try:
             return await self._ask(self._place(spec.id), lambda client: client.open(spec))
         except Unavailable:  # the gateway may have opened it: the place stays reserved
             raise
         except AfieldError:
-            if not known:
+            if not reserved:
                 self._leave(spec.id)
             raise
 
@@ -234,9 +234,9 @@ class GatewayPool:
         if not ready:
             raise Unavailable("; ".join(f"{member}: {member.problem}" for member in self._members))
         home = min(ready, key=lambda member: len(member.sessions))
-        return self._settle(session_id, home)
+        return self._assign(session_id, home)
 
-    def _settle(self, session_id: str, home: PooledGateway) -> PooledGateway:
+    def _assign(self, session_id: str, home: PooledGateway) -> PooledGateway:
         self._homes[session_id] = home
         home.sessions.add(session_id)
         return home
@@ -251,7 +251,7 @@ class GatewayPool:
         except NotFound:
             return
         if state.phase not in ENDED and session_id not in self._homes:
-            self._settle(session_id, home)
+            self._assign(session_id, home)
 
     async def _search(self, session_id: str) -> tuple[PooledGateway, SessionState]:
         """Ask all gateways for a session; raises Unavailable if one that may have it is being replaced."""
@@ -296,14 +296,14 @@ class GatewayPool:
                 return {session_ids[0]: await self.state(session_ids[0])}
             except NotFound:
                 return {}
-        asked: dict[PooledGateway, list[str]] = {}
+        ids_by_gateway: dict[PooledGateway, list[str]] = {}
         live = await self._wait_for_live()
         for session_id in session_ids:
             home = self._homes.get(session_id)
             for member in {home} & live.keys() if home else live:
-                asked.setdefault(member, []).append(session_id)
+                ids_by_gateway.setdefault(member, []).append(session_id)
         answers = await asyncio.gather(
-            *(live[member].states(ids) for member, ids in asked.items()), return_exceptions=True
+            *(live[member].states(ids) for member, ids in ids_by_gateway.items()), return_exceptions=True
         )
         states: dict[str, SessionState] = {}
         errors: list[BaseException] = []

@@ -302,7 +302,7 @@ def _named(match: Match) -> list[Message]:
 def _links(tree: TurnTree, match: Match, request: ModelRequest) -> tuple[Link, ...]:
     if not len(tree):
         return ()
-    if aborted := [t for t in tree.asked(match.request_digest) if t.status is TurnStatus.ABORTED]:
+    if aborted := [t for t in tree.turns_of_request(match.request_digest) if t.status is TurnStatus.ABORTED]:
         return (Link("retry", aborted[-1].id),)
     if edited := _edited(tree, match):
         return (Link("edit", edited.id),)
@@ -322,7 +322,9 @@ def _edited(tree: TurnTree, match: Match) -> Turn | None:
     """Returns the turn that an edited assistant message replaces."""
     for index in range(len(match.messages) - 1, max(match.depth, 1) - 1, -1):
         if match.messages[index].role == "assistant":
-            answered = [t for t in tree.asked(match.digests[index - 1]) if t.status is TurnStatus.COMMITTED]
+            answered = [
+                t for t in tree.turns_of_request(match.digests[index - 1]) if t.status is TurnStatus.COMMITTED
+            ]
             if answered:
                 return answered[-1]
     return None

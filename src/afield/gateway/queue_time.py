@@ -97,16 +97,18 @@ class QueueWatch:
     async def look(self, after_s: float = LOOK_S) -> None:
         now = time.monotonic()
         for worker in list(self._workers()):
-            silent = [f for f in worker.running_calls if f.silent and not f.streams]
-            if worker.frozen or not any(now - call.started_at >= after_s for call in silent):
+            waiting_calls = [f for f in worker.running_calls if f.awaits_first_token and not f.streams]
+            if worker.frozen or not any(now - call.started_at >= after_s for call in waiting_calls):
                 continue
             waiting = await self._waiting(worker)
             if waiting is None:
                 continue
-            silent = sorted((f for f in silent if f.silent), key=lambda call: -call.started_at)
-            for call in silent[:waiting]:
+            waiting_calls = sorted(
+                (f for f in waiting_calls if f.awaits_first_token), key=lambda call: -call.started_at
+            )
+            for call in waiting_calls[:waiting]:
                 self._line.enter(call.session_id, call)
-            for call in silent[waiting:]:
+            for call in waiting_calls[waiting:]:
                 self._line.leave(call.session_id, call)
 
     async def _waiting(self, worker: EngineWorker) -> int | None:

@@ -213,10 +213,10 @@ class _SchemaRewriter:
             if not isinstance(name, str) or name in seen or not name.startswith("#"):
                 raise Unenforceable("$ref", path, f": {name!r}")
             seen.add(name)
-            target = self._found(name, path)
+            target = self._resolve(name, path)
         return node
 
-    def _found(self, name: str, path: str) -> Any:
+    def _resolve(self, name: str, path: str) -> Any:
         target: Any = self._root
         for step in name.removeprefix("#").split("/")[1:]:
             step = step.replace("~1", "/").replace("~0", "~")
@@ -264,7 +264,7 @@ class _SchemaRewriter:
         for _ in range(MAX_DEPTH):
             if not (isinstance(option, dict) and isinstance(option.get("$ref"), str)):
                 break
-            option = self._found(option["$ref"], "")
+            option = self._resolve(option["$ref"], "")
         return _well_formed(option, "") if isinstance(option, dict) else {}
 
     def _values(self, node: Schema, path: str) -> Schema:

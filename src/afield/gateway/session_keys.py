@@ -180,7 +180,9 @@ def signing_secret(place: SecretPlace, store_id: str, store: Path, *, sessions: 
             f"the gateway's secret cannot be kept in {path}: {error}; see --secret-file"
         ) from error
     if len(secret) < SECRET_BYTES:
-        raise UsageError(f"{path} holds {len(secret)} bytes; a secret has at least {SECRET_BYTES}")
+        raise UsageError(
+            f"{path} holds {len(secret)} bytes; write at least {SECRET_BYTES} random bytes to it"
+        )
     if new and sessions:
         log.warning(
             "keys: signing secret created, keys of earlier sessions are invalid store=%s path=%s",

@@ -682,7 +682,7 @@ class SessionManager:
                 await self._note_failed(session, failed)
                 return
             if recorded is None:
-                self._check_settles(session, field)
+                self._check_takes_outcome(session, field)
                 rewards = outcomes.with_rewards(
                     session.row, statement.entries, turns_of(session), self._limits
                 )
@@ -701,10 +701,10 @@ class SessionManager:
         """Records a failed verdict; another verifier may follow."""
         before = session.row.failed_verdicts
         if failed not in before:
-            self._check_settles(session, "verdict")
+            self._check_takes_outcome(session, "verdict")
             await self._save(session, failed_verdicts=(*before, failed))
 
-    def _check_settles(self, session: Session, field: str) -> None:
+    def _check_takes_outcome(self, session: Session, field: str) -> None:
         if session.phase is SessionPhase.FINALIZED:
             raise conflict(f"session {session.id} is finalized", f"an {field} comes before finalize")
         if session.phase is SessionPhase.ABORTED and not (self._delivers and outcomes.addressed(session.row)):

@@ -374,7 +374,7 @@ class GatewayStore:
                 group.append(item)
             error = self._commit(connection, [row for statements, _ in group for row in statements])
             with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(_settle, [finished for _, finished in group], error)
+                self._loop.call_soon_threadsafe(_complete_futures, [finished for _, finished in group], error)
         connection.close()
 
     def _commit(self, connection: sqlite3.Connection, statements: list[Statement]) -> Unavailable | None:
@@ -458,7 +458,7 @@ async def shield_and_wait(work: Awaitable[T]) -> T:
         raise
 
 
-def _settle(waiting: list[asyncio.Future[None]], error: Exception | None) -> None:
+def _complete_futures(waiting: list[asyncio.Future[None]], error: Exception | None) -> None:
     for finished in waiting:
         if finished.done():  # the waiting caller was cancelled
             continue

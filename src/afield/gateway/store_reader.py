@@ -29,7 +29,7 @@ from afield.types import (
 )
 
 
-def closed_sessions(path: Path, known: Container[str] = ()) -> Iterator[RolloutResult]:
+def closed_sessions(path: Path, skip: Container[str] = ()) -> Iterator[RolloutResult]:
     """Sessions of the store that take no more calls, oldest first, without those in `known`."""
     try:
         with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
@@ -37,7 +37,7 @@ def closed_sessions(path: Path, known: Container[str] = ()) -> Iterator[RolloutR
                 "SELECT id, body FROM sessions WHERE phase != 'open' ORDER BY created, id"
             ).fetchall()
             for session_id, body in sessions:
-                if session_id not in known:
+                if session_id not in skip:
                     turns = connection.execute(
                         "SELECT body FROM turns WHERE session_id=? ORDER BY seq, n", (session_id,)
                     ).fetchall()
@@ -55,14 +55,14 @@ def result_of(row: SessionRow, turns: list[TurnRow]) -> RolloutResult:
     assembled = trajectories.linear(session.tree, session.excluded_turns())
     spec = row.spec
     first = turns[0].turn.messages if turns else ()
-    asked = next((message.content for message in first if message.role == "user"), "")
+    question = next((message.content for message in first if message.role == "user"), "")
     ended = max([row.created, row.outcome_at, *(t.turn.ended or t.turn.started for t in turns)])
     return RolloutResult(
         rollout=Rollout(
             id=row.id,
             exp_id=spec.exp_id or "gateway",
             group_id=spec.group_id or row.id,
-            task=Task(spec.input_id or row.id, {"question": asked}),
+            task=Task(spec.input_id or row.id, {"question": question}),
             split=spec.split,
             sampling=spec.sampling,
         ),

@@ -183,7 +183,7 @@ class StoredResponses:
             echoed = structs.replace(echoed, sealed=True)
         logprobs, count = LOGPROBS in include, int(echoed.fields.get("top_logprobs") or 0)
         return echoed, ResponseOptions(
-            model=stored.model, logprobs=logprobs, top_logprobs=count, echo={"shown": echoed}
+            model=stored.model, logprobs=logprobs, top_logprobs=count, echo={"echoed": echoed}
         )
 
     async def _response(self, session: Session, row: TurnRow, include: list[str]) -> Json:

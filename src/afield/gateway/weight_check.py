@@ -24,7 +24,7 @@ CLOSER = 3.0
 """Ratio of the distances to new and old weights above which the old weights are served."""
 FAR = 0.3
 """Log-probability difference beyond any rounding error."""
-PATIENCE_S = 30.0
+CHECK_TIMEOUT_S = 30.0
 """Timeout of the check, in seconds."""
 
 
@@ -39,10 +39,12 @@ async def check_weights_match(
     if new is None:
         return
     try:
-        async with asyncio.timeout(PATIENCE_S):
-            logprobs = await asyncio.gather(*(_hear(engine, new.prompt_ids[:n]) for n in new.lengths))
+        async with asyncio.timeout(CHECK_TIMEOUT_S):
+            logprobs = await asyncio.gather(*(_probe(engine, new.prompt_ids[:n]) for n in new.lengths))
     except TimeoutError:
-        log.warning("weights: check timed out, engine is busy version=%d timeout_s=%g", version, PATIENCE_S)
+        log.warning(
+            "weights: check timed out, engine is busy version=%d timeout_s=%g", version, CHECK_TIMEOUT_S
+        )
         return
     distance = _distance(logprobs, new)
     same_questions = old is not None and (old.prompt_ids, old.lengths) == (new.prompt_ids, new.lengths)
@@ -63,7 +65,7 @@ def _distance(logprobs: list[float], probe: WeightProbe) -> float:
     return max(abs(p - q) for p, q in zip(logprobs, probe.logprobs, strict=True))
 
 
-async def _hear(engine: Engine, prompt_ids: tuple[int, ...]) -> float:
+async def _probe(engine: Engine, prompt_ids: tuple[int, ...]) -> float:
     call = GenerateRequest(
         id=SESSION,
         session_id=SESSION,

@@ -116,8 +116,8 @@ async def read_rewards(sandbox: Sandbox, output: str) -> dict[str, float]:
         rewards = {"reward": rewards}
     for name, value in rewards.items():
         if not isinstance(value, int | float) or not _is_finite(value):
-            shown = repr(value)[:200]
-            raise VerifierFailure(f"reward {name!r} is {shown}, not a finite number{ending}", Reason.REWARD)
+            excerpt = repr(value)[:200]
+            raise VerifierFailure(f"reward {name!r} is {excerpt}, not a finite number{ending}", Reason.REWARD)
     if "reward" not in rewards:
         if len(rewards) != 1:
             raise VerifierFailure(f"none of the rewards {sorted(rewards)} is named 'reward'", Reason.REWARD)

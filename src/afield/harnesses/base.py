@@ -149,7 +149,7 @@ class ClientExit(Struct, frozen=True):
 
 
 class ClientReport(Struct, frozen=True, kw_only=True):
-    """What a client reports about its run."""
+    """Report of a client about its run."""
 
     answer: str = ""
     """Last message of the agent."""
@@ -349,11 +349,11 @@ def failure_of(name: str, end: ClientExit, report: ClientReport) -> RolloutFailu
     if not report.error and end.code == 0:
         return None
     error = report.error or end.errors.strip() or end.output.strip()
-    shown = error if len(error) <= MESSAGE_CHARACTERS else f"...{error[-MESSAGE_CHARACTERS:]}"
+    excerpt = error if len(error) <= MESSAGE_CHARACTERS else f"...{error[-MESSAGE_CHARACTERS:]}"
     for text, (kind, reason) in REFUSALS.items():
         if text in error:
-            return kind(f"{name} ended because the gateway refused a call: {shown}", reason)
-    return TaskFailure(f"{name} ended with code {end.code}: {shown or 'it printed nothing'}", Reason.RAISED)
+            return kind(f"{name} ended because the gateway refused a call: {excerpt}", reason)
+    return TaskFailure(f"{name} ended with code {end.code}: {excerpt or 'it printed nothing'}", Reason.RAISED)
 
 
 async def _tail(stream: asyncio.StreamReader, kept: bytearray) -> None:

@@ -48,7 +48,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
 
 
 class GenerateRequest(Struct, frozen=True, kw_only=True):
-    """One model call."""
+    """Model call."""
 
     id: str
     """Call id, unique in the engine."""

@@ -50,7 +50,7 @@ class SessionSpec(SessionPolicies, frozen=True, kw_only=True, forbid_unknown_fie
     scope: tuple[Literal["infer", "reward", "read"], ...] = ("infer", "reward")
     """Operations that the agent's key permits."""
     reward_from: Literal["agent", "verifier", "caller"] = "agent"
-    """Who gives the reward. With "verifier" the agent's key may only call the model and submit; with "caller"
+    """Source of the reward. With "verifier" the agent's key may only call the model and submit; with "caller"
     an outcome needs no reward, because the collector gets it after the session."""
     verdicts: int = 1
     """Number of failed verdicts after which the failure counts."""
@@ -91,7 +91,7 @@ class SessionState(Struct, frozen=True, kw_only=True):
     id: str
     """Session id."""
     phase: str
-    """One of open, completed, finalized and aborted."""
+    """Phase: open, completed, finalized or aborted."""
     rollout_id: str | None
     """Rollout id; None outside a run."""
     attempt: int | None

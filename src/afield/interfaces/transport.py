@@ -31,7 +31,7 @@ class PendingAttempt(Struct, frozen=True):
     attempt: Attempt
     """Attempt to wait for."""
     reward_from: RewardSource = "agent"
-    """Who gives the reward; a result without one is a failure unless the caller does."""
+    """Source of the reward; with "agent" a result without a reward is a failure."""
 
 
 class Transport(Protocol):

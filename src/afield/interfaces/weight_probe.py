@@ -36,7 +36,9 @@ class WeightProbe(Struct, frozen=True, kw_only=True):
                 f"weight probe has {len(self.logprobs)} log-probabilities for {len(self.lengths)} lengths"
             )
         if not 1 <= min(self.lengths) <= max(self.lengths) <= len(self.prompt_ids):
-            raise ValueError(f"weight probe of {len(self.prompt_ids)} ids has lengths {self.lengths}")
+            raise ValueError(
+                f"weight probe lengths {self.lengths} must be from 1 to its {len(self.prompt_ids)} token ids"
+            )
 
 
 def write_weight_probe(directory: Path, probe: WeightProbe) -> None:

@@ -58,7 +58,7 @@ class TrackerState(Struct, kw_only=True):
     """Last error; empty without one."""
 
 
-class Record(Struct, frozen=True):
+class MetricsRecord(Struct, frozen=True):
     """Metrics to send."""
 
     metrics: dict[str, float]
@@ -88,11 +88,11 @@ class TrackerThread:
         self._tracker: Tracker | None = None
         self._retry_at = 0.0
         self._status: RunStatus = "finished"
-        self._queue: queue.Queue[Record | None] = queue.Queue(MAX_QUEUED)
+        self._queue: queue.Queue[MetricsRecord | None] = queue.Queue(MAX_QUEUED)
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
-    def put(self, record: Record) -> None:
+    def put(self, record: MetricsRecord) -> None:
         try:
             self._queue.put_nowait(record)
         except queue.Full:
@@ -134,7 +134,7 @@ class TrackerThread:
         self._tracker = tracker
         self._save()
 
-    def _send(self, record: Record) -> None:
+    def _send(self, record: MetricsRecord) -> None:
         if self._tracker is None:
             self._count(self.state.error)
             return
@@ -212,7 +212,7 @@ class Tracking:
         for thread in self._threads:
             sent = min(thread.state.step, len(lines))
             for line in lines[sent:]:
-                thread.put(Record(step_values(line), line["step"]))
+                thread.put(MetricsRecord(step_values(line), line["step"]))
         self._catch_up_validations(self._threads)
 
     def step_done(self, line: Struct) -> None:
@@ -221,13 +221,13 @@ class Tracking:
             return
         values = msgspec.to_builtins(line)
         for thread in self._threads:
-            thread.put(Record(step_values(values), values["step"]))
+            thread.put(MetricsRecord(step_values(values), values["step"]))
         self._catch_up_validations(self._threads)
 
     def evaluated(self, summary: EvalSummary) -> None:
         """Send the result of an evaluation."""
         for thread in self._threads:
-            thread.put(Record(evaluation_values(summary), 0))
+            thread.put(MetricsRecord(evaluation_values(summary), 0))
 
     def _catch_up_validations(self, threads: Sequence[TrackerThread]) -> None:
         """Send validations that were written since; the process that collects may be another one."""
@@ -237,7 +237,7 @@ class Tracking:
             for line in lines[queued:]:
                 values = {f"validation/{name}": value for name, value in step_values(line).items()}
                 values.pop("validation/step", None)
-                thread.put(Record(values, line["step"], validations=1))
+                thread.put(MetricsRecord(values, line["step"], validations=1))
             self._queued[thread.name] = max(queued, len(lines))
 
     def _save(self) -> None:
@@ -258,7 +258,7 @@ def read_states(directory: Path) -> dict[str, TrackerState]:
 
 
 def describe_failures(states: Mapping[str, TrackerState]) -> list[str]:
-    """One line for each tracker that failed."""
+    """Messages, one for each tracker that failed."""
     return [
         f"{name} failed {state.failed} times and got {state.sent} records; last error: {state.error}"
         for name, state in states.items()

@@ -333,7 +333,7 @@ async def training(
         # because a thread that loads a model cannot be stopped.
         checks = [asyncio.create_task(runtime.check()) for runtime in runtimes.all] if runtimes else []
         learning = asyncio.create_task(_trainer(config, checks)) if role is not RunRole.COLLECT else None
-        stack.push_async_callback(_settle, *checks, *([learning] if learning else []))
+        stack.push_async_callback(_cancel_and_wait, *checks, *([learning] if learning else []))
         gateway = await stack.enter_async_context(
             await run_with_checks(connect_gateway(config, child, admin_key), *map(_done, checks))
         )
@@ -458,7 +458,7 @@ async def _done(task: asyncio.Task[T]) -> T:
     return await task
 
 
-async def _settle(*tasks: asyncio.Task[Any]) -> None:
+async def _cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
     """Cancel tasks and wait for them, ignoring their results; a task in a thread runs to its end."""
     for task in tasks:
         task.cancel()

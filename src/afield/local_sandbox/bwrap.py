@@ -84,7 +84,9 @@ def _build(program: Program, directory: Path, path: list[str]) -> BwrapArgs:
     sealed = [place for place in mounts if Path(place).is_dir() and place not in _outermost(PYTHON)]
     for place in program.mounts:
         if not Path(place).exists():
-            raise UsageError(f"mounts: there is no {place} on this machine")
+            raise UsageError(
+                f"mount {place} does not exist on this machine; create it, or remove it from mounts"
+            )
     command = [bubblewrap, *_namespaces(), *_system(directory)]
     for place in folders:
         command += ["--size", str(2**20), "--tmpfs", place]

@@ -210,8 +210,8 @@ def _layered_root(layer: str, mounted: Sequence[str], *, changes: bool) -> str:
     bound += ["/dev", *(place for place in LINKED if Path(place).is_dir() and not Path(place).is_symlink())]
     bound += mounted
     # Mount points are in a layer below: the upper one has only what the sandbox writes.
-    shown = (f"{CHANGES}/root", f"{CHANGES}/usr") if changes else ()
-    for path in (*SCRATCH, "/proc", "/usr", *shown):
+    change_points = (f"{CHANGES}/root", f"{CHANGES}/usr") if changes else ()
+    for path in (*SCRATCH, "/proc", "/usr", *change_points):
         _mount_point(f"{base}{path}")
     for path in SCRATCH:
         Path(f"{base}{path}").chmod(0o1777)
@@ -229,7 +229,7 @@ def _layered_root(layer: str, mounted: Sequence[str], *, changes: bool) -> str:
     _overlay(f"{root}/usr", lower, usr, f"{STAGE}/layer-usr")
     for path in bound:
         syscalls.bind(path, f"{root}{path}")
-    for path, source in zip(shown, (upper, usr), strict=False):
+    for path, source in zip(change_points, (upper, usr), strict=False):
         syscalls.bind(source, f"{root}{path}", read_only=True)
     return root
 

@@ -64,7 +64,7 @@ class RolloutConfig(SessionPolicies, frozen=True, kw_only=True):
     separate_verifier: bool = False
     """Whether a verifier in its own runtime grades submissions; needs `deliver` "gateway"."""
     reward_from: RewardSource = "agent"
-    """Who gives the rewards: the `agent`, whose result without one is a failure, or the `caller` after the
+    """Source of the rewards: the `agent`, whose result without one is a failure, or the `caller` after the
     rollout has ended."""
     no_turns: Literal["refuse", "flag", "accept"] = "flag"
     """A reward for a session without a recorded model call becomes a failure (`refuse`), gives a warning

@@ -42,11 +42,13 @@ def rewarded_outcomes(
     results: Sequence[RolloutResult], values: object, config: RolloutConfig
 ) -> list[Outcome]:
     """Outcomes with these rewards, one per rollout; raises VerifierFailure for wrong values."""
-    given = _as_list(values)
-    if len(given) != len(results):
-        message = f"{len(given)} rewards for {len(results)} rollouts; return one reward per rollout, in order"
+    rewards = _as_list(values)
+    if len(rewards) != len(results):
+        message = (
+            f"{len(rewards)} rewards for {len(results)} rollouts; return one reward per rollout, in order"
+        )
         raise VerifierFailure(message, Reason.REWARD)
-    return [_rewarded(result, value, config) for result, value in zip(results, given, strict=True)]
+    return [_rewarded(result, value, config) for result, value in zip(results, rewards, strict=True)]
 
 
 def _as_list(values: object) -> list[Any]:
@@ -59,19 +61,19 @@ def _as_list(values: object) -> list[Any]:
 def _rewarded(result: RolloutResult, value: object, config: RolloutConfig) -> Outcome:
     outcome = result.outcome
     try:
-        given = _read_reward(value)
+        agent_result = _read_reward(value)
         by_name = {
             name: {**outcome.named_turn_rewards.get(name, {}), **rewards}
-            for name, rewards in given.named_turn_rewards.items()
+            for name, rewards in agent_result.named_turn_rewards.items()
         }
         outcome = structs.replace(
             outcome,
-            reward=given.reward,
+            reward=agent_result.reward,
             reward_pending=False,
-            rewards={**outcome.rewards, **given.rewards},
-            turn_rewards={**outcome.turn_rewards, **given.turn_rewards},
+            rewards={**outcome.rewards, **agent_result.rewards},
+            turn_rewards={**outcome.turn_rewards, **agent_result.turn_rewards},
             named_turn_rewards={**outcome.named_turn_rewards, **by_name},
-            metrics={**outcome.metrics, **given.metrics},
+            metrics={**outcome.metrics, **agent_result.metrics},
         )
         names = config.rewards if result.rollout.split is Split.TRAIN else ()
         check_rewards(structs.replace(result, outcome=outcome), names, config.max_reward)
@@ -86,11 +88,11 @@ def _read_reward(value: object) -> AgentResult:
     if "reward" not in value and "rewards" not in value:
         message = f"its keys are {list(value)!r:.200}; add 'reward' or 'rewards'"
         raise VerifierFailure(message, Reason.REWARD)
-    given = read_result(value)
-    if given.extra:
-        message = f"unknown keys {list(given.extra)!r:.200}; return numbers to keep as 'metrics'"
+    agent_result = read_result(value)
+    if agent_result.extra:
+        message = f"unknown keys {list(agent_result.extra)!r:.200}; return numbers to keep as 'metrics'"
         raise VerifierFailure(message, Reason.REWARD)
-    return given
+    return agent_result
 
 
 # --- records -------------------------------------------------------------------------------------
@@ -220,7 +222,7 @@ class GroupRewards:
                 coroutine.cancel()
 
     def _own_loop(self) -> asyncio.AbstractEventLoop:
-        """One loop for all calls, so that clients of the function keep their connections."""
+        """Event loop of all calls, so that clients of the function keep their connections."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()

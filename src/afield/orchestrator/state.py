@@ -25,7 +25,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from afield.errors import DamagedFile, NotFound, Unavailable, UsageError
-from afield.runs.index import Place, RunIndex, step_line
+from afield.runs.index import FilePosition, RunIndex, step_line
 from afield.runs.training_record import encode_file, record_file
 from afield.types import Attempt, Failure, FailureKind, Outcome, Reason, RolloutResult, Task
 from afield.utils.backoff import Backoff
@@ -400,7 +400,7 @@ class RolloutStore:
             message = f"cannot write rollout {result.rollout.id} to {self._root}: {error}"
             raise Unavailable(f"{message}; free disk space, it is tried again") from error
         if self._index is not None:
-            self._index.put([(result, Place(f"{self._root.name}/{path.name}", 0, len(data)))])
+            self._index.put([(result, FilePosition(f"{self._root.name}/{path.name}", 0, len(data)))])
 
     def get(self, rollout_id: str) -> RolloutResult:
         path = self._path(rollout_id)
@@ -868,6 +868,6 @@ def find_run(runs: Path, name: str, kind: str = "") -> RunDirectory:
         raise UsageError(
             f"unknown run {name!r}; did you mean {', '.join(near)}? `afield runs` lists all runs"
         )
-    shown = ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
-    choices = f"the newest runs under {runs} are: {shown}" if names else f"there are none under {runs}"
+    listing = ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
+    choices = f"the newest runs under {runs} are: {listing}" if names else f"there are none under {runs}"
     raise UsageError(f"unknown run {name!r}; {choices}")

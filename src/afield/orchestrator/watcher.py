@@ -194,7 +194,9 @@ class AttemptWatcher:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEPING * self._config.poll_interval_s)
-            waiting = [r.pending for s, r in self.running.items() if r.launched and self._asked("sweep", s)]
+            waiting = [
+                r.pending for s, r in self.running.items() if r.launched and self._is_in_batch("sweep", s)
+            ]
             try:
                 answers, spoiled = await self._store_calls.call_in_batches(
                     self._transport.sweep, waiting, self._config.call_timeout_s
@@ -240,14 +242,14 @@ class AttemptWatcher:
         """Sessions without heartbeats that their runtime reports as running."""
         if not self._runtime.capabilities.tells_end:
             return set()
-        silent = [
+        lost = [
             running
             for session_id, running in self.running.items()
             if heartbeat_lost(self._config.deadlines, running.progress, states.get(session_id))
         ]
-        phases = await asyncio.gather(*map(self._phase, silent))
+        phases = await asyncio.gather(*map(self._phase, lost))
         there = (Phase.STARTING, Phase.RUNNING)
-        return {r.session_id for r, phase in zip(silent, phases, strict=True) if phase in there}
+        return {r.session_id for r, phase in zip(lost, phases, strict=True) if phase in there}
 
     async def _phase(self, running: RunningAttempt) -> Phase:
         try:
@@ -261,7 +263,7 @@ class AttemptWatcher:
             )
             return Phase.UNKNOWN
 
-    def _asked(self, what: str, session_id: str) -> bool:
+    def _is_in_batch(self, what: str, session_id: str) -> bool:
         """Whether a batch request includes the session."""
         until = self._apart.get((what, session_id))
         if until is not None and asyncio.get_running_loop().time() >= until:
@@ -293,7 +295,7 @@ class AttemptWatcher:
         clock = asyncio.get_running_loop().time
         began, limit_s = clock(), LOOKS * self._config.watch_interval_s
         states: dict[str, SessionState] = {}
-        due = [session_id for session_id in session_ids if self._asked("states", session_id)]
+        due = [session_id for session_id in session_ids if self._is_in_batch("states", session_id)]
         try:
             for first in range(0, len(due), AT_A_LOOK):
                 batch = due[first : first + AT_A_LOOK]

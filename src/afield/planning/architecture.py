@@ -174,16 +174,17 @@ def read_architecture(model: Path) -> Architecture:
         raise UsageError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
         raise UsageError(f"{path} holds {type(config).__name__} instead of an object")
-    found = architecture_of(config, str(path))
+    architecture = architecture_of(config, str(path))
     counted = count_parameters(model)
     # Files may hold tied embeddings twice.
-    twice = found.parameters + found.embedding * found.tied
-    if counted and all(abs(counted - n) > TOLERANCE * n for n in (found.parameters, twice)):
+    twice = architecture.parameters + architecture.embedding * architecture.tied
+    if counted and all(abs(counted - n) > TOLERANCE * n for n in (architecture.parameters, twice)):
         raise UsageError(
-            f"{model}: its tensors have {counted:,} elements, but config.json describes {found.parameters:,}"
-            f" parameters of {found.name}; plan for a directory whose files belong together"
+            f"{model}: its tensors have {counted:,} elements, but config.json describes"
+            f" {architecture.parameters:,} parameters of {architecture.name}; plan for a directory whose"
+            " files belong together"
         )
-    return found
+    return architecture
 
 
 def architecture_of(config: Mapping[str, Any], path: str) -> Architecture:

@@ -82,7 +82,7 @@ def parse_gpus(text: str) -> Gpus:
 
 
 class Workload(Struct, frozen=True, kw_only=True):
-    """What a run does, as far as memory depends on it."""
+    """Properties of a run on which memory depends."""
 
     context: int = 8192
     """Longest rollout, in tokens (`max_context`)."""
@@ -125,7 +125,7 @@ class PlacementPlan(Struct, frozen=True, kw_only=True):
     """Bytes that stay free on the fullest GPU."""
 
 
-class Refusal(Struct, frozen=True, kw_only=True):
+class RejectedPlacement(Struct, frozen=True, kw_only=True):
     """A placement that does not fit, and why."""
 
     trainer_gpus: int
@@ -138,18 +138,18 @@ class Refusal(Struct, frozen=True, kw_only=True):
     """Bytes that are needed and bytes that are there, in words."""
 
 
-class Plan(Struct, frozen=True, kw_only=True):
-    """What fits, what does not, and the nearest plans that do."""
+class MemoryPlan(Struct, frozen=True, kw_only=True):
+    """Placements that fit, placements that do not, and changes that make one fit."""
 
     model: Architecture
     """Sizes of the model."""
     gpus: Gpus
     """GPUs that were planned for."""
     workload: Workload
-    """What the run does."""
+    """Properties of the run."""
     fits: list[PlacementPlan]
     """Placements that fit; the first is recommended."""
-    refused: list[Refusal]
+    refused: list[RejectedPlacement]
     """Placements that do not fit."""
     nearest: list[str]
     """If nothing fits: changes with which something does."""
@@ -160,7 +160,7 @@ def gib(count: float) -> str:
     return f"{count / GIB:.1f} GiB"
 
 
-def make_plan(model: Architecture, gpus: Gpus, workload: Workload) -> Plan:
+def make_plan(model: Architecture, gpus: Gpus, workload: Workload) -> MemoryPlan:
     """Placements of a run on one machine. Raises UsageError for a workload that the model cannot do."""
     if workload.context > model.context:
         raise UsageError(
@@ -172,35 +172,37 @@ def make_plan(model: Architecture, gpus: Gpus, workload: Workload) -> Plan:
         )
     fits, refused = _placements(model, gpus, workload)
     nearest = [] if fits else list(_nearest(model, gpus, workload))
-    return Plan(model=model, gpus=gpus, workload=workload, fits=fits, refused=refused, nearest=nearest)
+    return MemoryPlan(model=model, gpus=gpus, workload=workload, fits=fits, refused=refused, nearest=nearest)
 
 
 def _placements(
     model: Architecture, gpus: Gpus, workload: Workload
-) -> tuple[list[PlacementPlan], list[Refusal]]:
+) -> tuple[list[PlacementPlan], list[RejectedPlacement]]:
     fits: list[PlacementPlan] = []
-    refused: list[Refusal] = []
+    refused: list[RejectedPlacement] = []
     for trainers in _powers(gpus.count):
         for colocated in (False, True):
             engines = trainers if colocated else gpus.count - trainers
             # Sharing is for a trainer that needs every GPU.
             if engines < 1 or (colocated and trainers < gpus.count):
                 continue
-            found = place(model, gpus, workload, trainers, engines, colocated=colocated)
-            if isinstance(found, PlacementPlan):
-                fits.append(found)
+            result = place(model, gpus, workload, trainers, engines, colocated=colocated)
+            if isinstance(result, PlacementPlan):
+                fits.append(result)
             else:
-                refused.append(found)
+                refused.append(result)
     return fits, refused
 
 
 def place(
     model: Architecture, gpus: Gpus, workload: Workload, trainers: int, engines: int, *, colocated: bool
-) -> PlacementPlan | Refusal:
+) -> PlacementPlan | RejectedPlacement:
     """The fastest settings of one placement that fit."""
 
-    def refusal(reason: str) -> Refusal:
-        return Refusal(trainer_gpus=trainers, engine_gpus=engines, colocated=colocated, reason=reason)
+    def refusal(reason: str) -> RejectedPlacement:
+        return RejectedPlacement(
+            trainer_gpus=trainers, engine_gpus=engines, colocated=colocated, reason=reason
+        )
 
     smallest: tuple[int, TrainerMemory] | None = None
     for shape in trainer_shapes(model, gpus, workload, trainers):

@@ -150,26 +150,28 @@ class RedisLimiter(LeasedLimiter):
 
 
 def _address(url: str) -> tuple[str, str]:
-    shown = f"limiter_url {_public(url)!r}"
+    setting = f"limiter_url {_public(url)!r}"
     if re.search(r"[/?#]", url.rpartition("@")[0].partition("://")[2]):
-        raise UsageError(f"{shown}: write / ? and # in the password as %2F, %3F and %23")
+        raise UsageError(f"{setting}: write / ? and # in the password as %2F, %3F and %23")
     parts = urlsplit(url)
     options = parse_qs(parts.query, keep_blank_values=True)
     if parts.scheme not in ("redis", "rediss") or not parts.netloc or options.keys() - {"name"}:
-        raise UsageError(f"{shown} must be like redis://HOST:PORT/DB?name=NAME")
+        raise UsageError(f"{setting} must be like redis://HOST:PORT/DB?name=NAME")
     try:
         valid = bool(parts.hostname) and parts.port != 0
     except ValueError:
         valid = False
     if not valid:
-        raise UsageError(f"{shown} has no valid host or port: it must be like redis://HOST:PORT/DB?name=NAME")
+        raise UsageError(
+            f"{setting} has no valid host or port: it must be like redis://HOST:PORT/DB?name=NAME"
+        )
     if not re.fullmatch(r"(/\d*)?", parts.path):
         raise UsageError(
-            f"{shown}: {parts.path[1:]!r} must be the number of a database; ?name=NAME has a name"
+            f"{setting}: {parts.path[1:]!r} must be the number of a database; ?name=NAME has a name"
         )
     name = options.get("name", ["afield:limiter"])[-1]
     if not name:
-        raise UsageError(f"{shown}: name is empty; leave it out, or write ?name=NAME")
+        raise UsageError(f"{setting}: name is empty; leave it out, or write ?name=NAME")
     return urlunsplit((parts.scheme, parts.netloc, parts.path, "", "")), name
 
 

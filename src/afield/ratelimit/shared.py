@@ -39,7 +39,7 @@ LATE_S = 0.005
 T = TypeVar("T")
 CallKind = tuple[str, float | None]
 """Kind of call (launch or stop) and its configured rate."""
-Refusal = tuple[CallKind, float, float | None]
+RefusedCall = tuple[CallKind, float, float | None]
 """Kind of the refused call, time of the refusal, and the requested pause in seconds."""
 
 SCHEMA = """
@@ -86,7 +86,7 @@ class LeasedLimiter(ABC):
         self._held: set[int] = set()
         # Changes that wait for the next transaction.
         self._returned: list[int] = []
-        self._refusals: list[Refusal] = []
+        self._refusals: list[RefusedCall] = []
         self._renewal: asyncio.Task[None] | None = None
         self._launches, self._calls = asyncio.Lock(), asyncio.Lock()
 
@@ -177,7 +177,7 @@ class LeasedLimiter(ABC):
     # --- within a transaction ----------------------------------------------------------------------
 
     def _write_pending(
-        self, state: LimiterState, refusals: Sequence[Refusal], returned: Sequence[int]
+        self, state: LimiterState, refusals: Sequence[RefusedCall], returned: Sequence[int]
     ) -> None:
         for kind, at, retry_after_s in refusals:
             controller = state.controller(kind[0])

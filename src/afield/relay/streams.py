@@ -67,7 +67,7 @@ class FrameType(IntEnum):
 
 
 class Frame(NamedTuple):
-    """One frame of a stream."""
+    """Frame of a stream."""
 
     type: FrameType
     """Kind of the frame."""
@@ -459,7 +459,7 @@ class Incoming:
 
 
 class Stream:
-    """One request and its response, at either end."""
+    """Request and its response, at either end."""
 
     def __init__(
         self,

@@ -253,7 +253,7 @@ def _records_of(path: Path) -> dict[str, tuple[int, int]]:
         return {}
 
 
-class Place(Struct, frozen=True):
+class FilePosition(Struct, frozen=True):
     """Position of a rollout in a file of its run directory."""
 
     file: str
@@ -329,13 +329,13 @@ class RunIndex:
         )
         try:
             with database.transaction() as connection:
-                (found,) = connection.execute("PRAGMA user_version").fetchone()
-                if not found and not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
+                (file_format,) = connection.execute("PRAGMA user_version").fetchone()
+                if not file_format and not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
                     for statement in SCHEMA.split(";"):
                         connection.execute(statement)
                     connection.execute(f"PRAGMA user_version={FORMAT}")
-                elif found != FORMAT:
-                    raise DamagedFile(f"its format is {found}, not {FORMAT}")
+                elif file_format != FORMAT:
+                    raise DamagedFile(f"its format is {file_format}, not {FORMAT}")
                 connection.execute("SELECT max(seq) FROM rollouts")
         except BaseException:
             database.close()
@@ -354,7 +354,7 @@ class RunIndex:
         with self._writing():
             self.refresh()
 
-    def put(self, results: Iterable[tuple[RolloutResult, Place]], step: int | None = None) -> None:
+    def put(self, results: Iterable[tuple[RolloutResult, FilePosition]], step: int | None = None) -> None:
         """Add or replace the rows and events of rollouts. Repeating is harmless."""
         with self._writing():
             rows = [(row_of(result, place, step), events_of(result)) for result, place in results]
@@ -368,7 +368,7 @@ class RunIndex:
         with self._writing():
             name, records = self._name(path), _records_of(path)
             rows = [
-                (row_of(r, Place(name, at, size, *records.get(r.rollout.id, ())), step), events_of(r))
+                (row_of(r, FilePosition(name, at, size, *records.get(r.rollout.id, ())), step), events_of(r))
                 for r, at, size in results
             ]
             with self._db.transaction() as connection:
@@ -432,7 +432,7 @@ class RunIndex:
             self._refresh()
 
     def _refresh(self) -> None:
-        """One transaction per file, so that a process that writes rollouts never waits for long."""
+        """Read new lines, in one transaction per file, so that no writer of rollouts waits for long."""
         lines = [self.directory / name for name in LINE_FILES]
         files = list(self._rollout_files())
         for path in (*lines, *files):
@@ -474,7 +474,7 @@ class RunIndex:
         except (OSError, msgspec.MsgspecError) as error:
             log.warning("%s cannot be read and is not listed: %s", self.directory / name, error)
             return
-        row = row_of(result, Place(name, 0, size), None)
+        row = row_of(result, FilePosition(name, 0, size), None)
         at = connection.execute("SELECT file FROM rollouts WHERE id=?", (row.id,)).fetchone()
         if at is None or not (self.directory / at[0]).exists():
             self._insert(connection, [(row, events_of(result))])
@@ -533,7 +533,7 @@ class RunIndex:
             else:
                 result = _LINE.decode(line)
                 step = path.stem.removeprefix("step-")
-                place = Place(name, offset, len(line) - 1, *records.get(result.rollout.id, ()))
+                place = FilePosition(name, offset, len(line) - 1, *records.get(result.rollout.id, ()))
                 row = row_of(result, place, int(step) if step.isdigit() else None)
                 self._insert(connection, [(row, events_of(result))])
         except (ValueError, KeyError, TypeError) as error:  # msgspec's errors are ValueErrors
@@ -638,7 +638,7 @@ def _decoded(values: Sequence[Any]) -> RolloutRow:
 # --- one rollout -----------------------------------------------------------------------------------
 
 
-def row_of(result: RolloutResult, place: Place, step: int | None) -> RolloutRow:
+def row_of(result: RolloutResult, place: FilePosition, step: int | None) -> RolloutRow:
     """Row of a rollout."""
     rollout, outcome, turns = result.rollout, result.outcome, result.turns
     account = count_tokens([result])

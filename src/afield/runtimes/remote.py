@@ -117,7 +117,7 @@ class RemoteRuntime(BaseRuntime):
         self._key = key_from_file(self._key_file) if self._key_file else user_key()
         self._http = await invocations.http_session(KEEPALIVE_S).__aenter__()
         self._group = await asyncio.TaskGroup().__aenter__()
-        self._polls = [self._group.create_task(self._poll(address)) for address in self._servers]
+        self._polls = [self._group.create_task(self._poll(server)) for server in self._servers]
         self._open = True
         return self
 
@@ -140,7 +140,7 @@ class RemoteRuntime(BaseRuntime):
 
     async def check(self) -> None:
         """Raise UsageError unless at least one server answers."""
-        answers = await asyncio.gather(*(self._ping(address) for address in self._servers))
+        answers = await asyncio.gather(*(self._ping(server) for server in self._servers))
         if not any(isinstance(answer, PingResponse) for answer in answers):
             message = "; ".join(
                 f"{a.url}: {answer}" for a, answer in zip(self._servers, answers, strict=True)
@@ -155,11 +155,11 @@ class RemoteRuntime(BaseRuntime):
         session_id = attempt.session_id
         if self._attempts.is_running(session_id):
             return None if session_id in self._searches else True
-        sighting = await self._locate(session_id)
-        if sighting.absent or not self._attempts.begin(session_id):
+        location = await self._locate(session_id)
+        if location.absent or not self._attempts.begin(session_id):
             return self._attempts.is_running(session_id)
-        if sighting.server:
-            sighting.server.accept(session_id, sighting.instance)
+        if location.server:
+            location.server.accept(session_id, location.instance)
             return True
         self._searches[session_id] = self._group.create_task(self._search(session_id))
         self._searches[session_id].add_done_callback(lambda _: self._searches.pop(session_id, None))
@@ -176,19 +176,19 @@ class RemoteRuntime(BaseRuntime):
         self._attempts.record_stop(session_id)
         if session_id in self._attempts.launches:
             return  # `_launch` deletes the session once a server has accepted it.
-        having = [address for address in self._servers if session_id in address.accepted]
-        for address in having:
-            address.release(session_id)
-        await asyncio.gather(*(self._delete(address, attempt) for address in having or self._servers))
+        holders = [server for server in self._servers if session_id in server.accepted]
+        for server in holders:
+            server.release(session_id)
+        await asyncio.gather(*(self._delete(server, attempt) for server in holders or self._servers))
 
     async def status(self, attempt: Attempt) -> SessionStatus:
         """Also finds attempts of other processes, on servers that list their sessions."""
         session_id = attempt.session_id
         if self._attempts.is_running(session_id):
             return self._status(session_id)
-        sighting = await self._locate(session_id)
-        if sighting.server:
-            return SessionStatus(session_id=session_id, phase=Phase.RUNNING, where=sighting.server.url)
+        location = await self._locate(session_id)
+        if location.server:
+            return SessionStatus(session_id=session_id, phase=Phase.RUNNING, where=location.server.url)
         return self._attempts.status(session_id)
 
     async def list(self) -> list[SessionStatus]:
@@ -199,95 +199,95 @@ class RemoteRuntime(BaseRuntime):
         return ""
 
     def _status(self, session_id: str) -> SessionStatus:
-        having = [address.url for address in self._servers if session_id in address.accepted]
+        holders = [server.url for server in self._servers if session_id in server.accepted]
         starting = session_id in self._attempts.launches
-        return self._attempts.status(session_id, having[0] if having else "", starting=starting)
+        return self._attempts.status(session_id, holders[0] if holders else "", starting=starting)
 
     # --- launching -------------------------------------------------------------------------------
 
     async def _launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
         session_id = attempt.session_id
-        address = await self._post_to_any(attempt, payload)
+        server = await self._post_to_any(attempt, payload)
         if not self._attempts.is_running(session_id):
-            address.release(session_id)
-            await self._delete(address, attempt)
+            server.release(session_id)
+            await self._delete(server, attempt)
         self._attempts.check_not_stopped(session_id)
 
     async def _post_to_any(self, attempt: Attempt, payload: dict[str, Any]) -> AgentServer:
         """Post to the least loaded server that is reachable and accepts."""
         session_id = attempt.session_id
         left = list(self._servers)
-        silent: list[str] = []
+        failures: list[str] = []
         busy: list[RateLimited] = []
         while left and self._attempts.is_running(session_id):
             now = asyncio.get_running_loop().time()
-            address = min(left, key=lambda a: (a.avoided_until > now, a.load))
-            left.remove(address)
+            server = min(left, key=lambda a: (a.avoided_until > now, a.load))
+            left.remove(server)
             # Reserve before the first await, so that concurrent launches count this attempt.
-            address.reserved.add(session_id)
+            server.reserved.add(session_id)
             try:
-                address.accept(session_id, await self._post(address, attempt, payload))
-                return address
+                server.accept(session_id, await self._post(server, attempt, payload))
+                return server
             except NOT_CONNECTED as error:
-                address.avoided_until = now + AVOIDED_S
-                silent.append(f"{address.url}: {_describe(error)}")
+                server.avoided_until = now + AVOIDED_S
+                failures.append(f"{server.url}: {_describe(error)}")
             except RateLimited as error:
                 busy.append(error)
             finally:
-                address.reserved.discard(session_id)
+                server.reserved.discard(session_id)
         self._attempts.check_not_stopped(session_id)
         if busy:
-            asked = [error.retry_after_s for error in busy if error.retry_after_s is not None]
-            raise RateLimited(str(busy[0]), min(asked, default=None))
-        message = f"no address takes {session_id}: {'; '.join(silent)}"
+            waits = [error.retry_after_s for error in busy if error.retry_after_s is not None]
+            raise RateLimited(str(busy[0]), min(waits, default=None))
+        message = f"no server takes {session_id}: {'; '.join(failures)}"
         raise InfrastructureFailure(message, Reason.LAUNCH)
 
-    async def _post(self, address: AgentServer, attempt: Attempt, payload: dict[str, Any]) -> str:
+    async def _post(self, server: AgentServer, attempt: Attempt, payload: dict[str, Any]) -> str:
         """Post with one retry, at the same server.
 
         The server may have accepted the first request, and the attempt must not run twice.
         """
         for last in (False, True):
             try:
-                return await invocations.post(self._http, address.url, attempt, payload, self._key)
+                return await invocations.post(self._http, server.url, attempt, payload, self._key)
             except (aiohttp.ClientError, OSError) as error:
                 # TimeoutError is an OSError.
                 if not last and isinstance(error, NOT_CONNECTED):
                     raise
                 if last or isinstance(error, TimeoutError):
-                    message = f"{address.url} did not take {attempt.session_id}: {_describe(error)}"
+                    message = f"{server.url} did not take {attempt.session_id}: {_describe(error)}"
                     raise InfrastructureFailure(message, Reason.LAUNCH) from error
         raise AssertionError("unreachable")
 
-    async def _delete(self, address: AgentServer, attempt: Attempt) -> None:
+    async def _delete(self, server: AgentServer, attempt: Attempt) -> None:
         with contextlib.suppress(aiohttp.ClientError, OSError):
-            await invocations.delete(self._http, address.url, attempt, self._key)
+            await invocations.delete(self._http, server.url, attempt, self._key)
 
     # --- exit detection --------------------------------------------------------------------------
 
-    async def _poll(self, address: AgentServer) -> None:
+    async def _poll(self, server: AgentServer) -> None:
         while True:
-            if not address.accepted:
-                address.unreachable_since = None
-                address.has_sessions.clear()
-                await address.has_sessions.wait()
+            if not server.accepted:
+                server.unreachable_since = None
+                server.has_sessions.clear()
+                await server.has_sessions.wait()
             await asyncio.sleep(self._poll_s)
             # Copy before the ping: a session accepted during the ping is missing from its answer.
-            expected = dict(address.accepted)
+            expected = dict(server.accepted)
             asked_at = asyncio.get_running_loop().time()
-            answer = await self._ping(address)
+            answer = await self._ping(server)
             if isinstance(answer, PingResponse):
-                address.unreachable_since = None
-                self._record_ended(address, expected, answer)
+                server.unreachable_since = None
+                self._record_ended(server, expected, answer)
                 continue
-            if address.unreachable_since is None:
-                address.unreachable_since = asked_at
-            silent_s = asyncio.get_running_loop().time() - address.unreachable_since
-            if silent_s >= self._unreachable_s:
-                message = f"{address.url} has not answered for {silent_s:.0f} s: {answer}"
-                self._fail(address, expected, message)
+            if server.unreachable_since is None:
+                server.unreachable_since = asked_at
+            unanswered_s = asyncio.get_running_loop().time() - server.unreachable_since
+            if unanswered_s >= self._unreachable_s:
+                message = f"{server.url} has not answered for {unanswered_s:.0f} s: {answer}"
+                self._fail(server, expected, message)
 
-    def _record_ended(self, address: AgentServer, expected: dict[str, str], reply: PingResponse) -> None:
+    def _record_ended(self, server: AgentServer, expected: dict[str, str], reply: PingResponse) -> None:
         active = reply.active
         if active is None:
             active = [] if reply.status == "Healthy" else list(expected)
@@ -295,65 +295,66 @@ class RemoteRuntime(BaseRuntime):
         lost = {s for s in gone if expected[s] and expected[s] != reply.instance}
         for session_id in gone - lost:
             self._attempts.record_exit(session_id, Exit())
-            address.release(session_id)
-        self._fail(address, lost, f"{address.url} was restarted")
+            server.release(session_id)
+        self._fail(server, lost, f"{server.url} was restarted")
 
-    def _fail(self, address: AgentServer, sessions: Iterable[str], message: str) -> None:
+    def _fail(self, server: AgentServer, sessions: Iterable[str], message: str) -> None:
         for session_id in sessions:
             self._attempts.record_exit(
                 session_id, failed_exit(f"{message}; {session_id} ran there", Reason.DIED)
             )
-            address.release(session_id)
+            server.release(session_id)
 
     async def _locate(self, session_id: str) -> SessionLocation:
-        answers = await asyncio.gather(*(self._recent_ping(address) for address in self._servers))
-        silent: list[str] = []
+        answers = await asyncio.gather(*(self._recent_ping(server) for server in self._servers))
+        unreachable: list[str] = []
         vague = False
-        for address, message in zip(self._servers, answers, strict=True):
+        for server, message in zip(self._servers, answers, strict=True):
             if message is None:
-                silent.append(address.url)
+                unreachable.append(server.url)
             elif message.active is None:
                 vague |= message.status != "Healthy"
             elif session_id in message.active:
-                return SessionLocation(server=address, instance=message.instance)
-        return SessionLocation(unreachable=silent, ambiguous=vague)
+                return SessionLocation(server=server, instance=message.instance)
+        return SessionLocation(unreachable=unreachable, ambiguous=vague)
 
     async def _search(self, session_id: str) -> None:
         loop = asyncio.get_running_loop()
         heard_at = loop.time()
         while self._attempts.is_running(session_id):
             await asyncio.sleep(self._poll_s)
-            sighting = await self._locate(session_id)
-            if sighting.server:
-                sighting.server.accept(session_id, sighting.instance)
+            location = await self._locate(session_id)
+            if location.server:
+                location.server.accept(session_id, location.instance)
                 return
-            if sighting.absent:
+            if location.absent:
                 self._attempts.record_exit(session_id, Exit())
-            elif not sighting.unreachable:
+            elif not location.unreachable:
                 heard_at = loop.time()
             elif loop.time() - heard_at >= self._unreachable_s:
-                message = f"{session_id} is not to be found; silent: {', '.join(sighting.unreachable)}"
+                unreachable = ", ".join(location.unreachable)
+                message = f"{session_id} is on no server that answers; unreachable: {unreachable}"
                 self._attempts.record_exit(session_id, failed_exit(message, Reason.DIED))
 
-    async def _recent_ping(self, address: AgentServer) -> PingResponse | None:
+    async def _recent_ping(self, server: AgentServer) -> PingResponse | None:
         """Ping answer of at most one poll interval ago; None if the server does not answer.
 
         Concurrent callers share one request.
         """
-        async with address.ping_lock:
+        async with server.ping_lock:
             now = asyncio.get_running_loop().time()
-            if address.last_ping is not None and now - address.last_ping[0] < self._poll_s:
-                return address.last_ping[1]
-            answer = await self._ping(address)
+            if server.last_ping is not None and now - server.last_ping[0] < self._poll_s:
+                return server.last_ping[1]
+            answer = await self._ping(server)
             if not isinstance(answer, PingResponse):
                 return None
-            address.last_ping = (now, answer)
+            server.last_ping = (now, answer)
             return answer
 
-    async def _ping(self, address: AgentServer) -> PingResponse | str:
+    async def _ping(self, server: AgentServer) -> PingResponse | str:
         """Ping answer, or the error message if there is none."""
         try:
-            return await invocations.ping(self._http, address.url, self._unreachable_s)
+            return await invocations.ping(self._http, server.url, self._unreachable_s)
         except NO_ANSWER as error:
             return _describe(error)
 

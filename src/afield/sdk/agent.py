@@ -21,7 +21,7 @@ MARK = "__afield_entry__"
 
 
 class Context(Struct, frozen=True, kw_only=True):
-    """What an agent knows about its rollout: ids, and the address of its model."""
+    """Rollout as the agent sees it: ids, and the address of its model."""
 
     base_url: str
     """Base URL of the model for Anthropic and Gemini clients."""

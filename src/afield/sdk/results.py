@@ -99,7 +99,7 @@ def read_result(
 
 
 def _read_unrewarded(value: object) -> AgentResult:
-    """What an agent returned whose reward the caller gives; a reward of its own becomes a metric."""
+    """Result of an agent whose reward the caller gives; a reward in it becomes a metric."""
     if value is None:
         return AgentResult(reward=None)
     if isinstance(value, list | tuple):

@@ -55,7 +55,9 @@ class Accepted(Struct, frozen=True, kw_only=True):
     """Response to an invocation."""
 
     status: str = "processing"
+    """State of the invocation; always "processing"."""
     session_id: str
+    """Id of the session that runs the agent."""
     data_key: str
     """Key under which the outcome will be stored."""
     instance: str = ""

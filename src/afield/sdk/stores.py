@@ -235,7 +235,7 @@ def aws_client(service: str, *, endpoint: str | None = None, region: str | None 
 
 @functools.cache
 def _session(region: str | None) -> Any:
-    """One session for all clients: it caches service models, which load slowly."""
+    """boto3 session of all clients: it caches service models, which load slowly."""
     import boto3
 
     return boto3.Session(region_name=region)

@@ -149,17 +149,17 @@ def _top_level() -> frozenset[str]:
 
 def _entries(roots: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     """Mode, size, inode and change time of all files, links and directories at and below the roots."""
-    found: dict[str, tuple[int, ...]] = {}
+    entries: dict[str, tuple[int, ...]] = {}
     for path in sorted({path for root in roots for path in _walk(root)}):
         try:
             status = os.lstat(path)
         except OSError:
             continue
         if stat.S_ISDIR(status.st_mode):
-            found[path] = (status.st_mode,)
+            entries[path] = (status.st_mode,)
         elif stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode):
-            found[path] = (status.st_mode, status.st_size, status.st_ino, status.st_ctime_ns)
-    return found
+            entries[path] = (status.st_mode, status.st_size, status.st_ino, status.st_ctime_ns)
+    return entries
 
 
 def _walk(root: str) -> Iterator[str]:

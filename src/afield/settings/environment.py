@@ -134,8 +134,8 @@ def _from_kubernetes(name: str, text: str) -> bool:
 
 def _variable(key: str, names: Mapping[str, str], prefix: str) -> str:
     """Variable of a key, of the table it is in, or of a key in its table."""
-    for known, name in names.items():
-        if key == known or key.startswith((f"{known}.", f"{known}[")) or known.startswith(f"{key}."):
+    for setting, name in names.items():
+        if key == setting or key.startswith((f"{setting}.", f"{setting}[")) or setting.startswith(f"{key}."):
             return name
     return f"{prefix}_{key.upper().replace('.', '__')}"
 

@@ -45,12 +45,14 @@ class Metavar(Struct, frozen=True):
     """Placeholder of a flag's value in help texts."""
 
     name: str
+    """Placeholder in capitals, such as DIR."""
 
 
 class Marker(Struct, frozen=True):
     """Property of a setting that needs no value."""
 
     name: Literal["path", "target", "resumable"]
+    """Property: `path`, `target` or `resumable`."""
 
 
 PATH = Marker("path")
@@ -123,7 +125,7 @@ def values_of(settings: Any, group: type[Struct]) -> dict[str, Any]:
 
 
 class Setting(Struct, frozen=True, kw_only=True):
-    """One setting as the generators of help and documentation see it."""
+    """Setting as the generators of help and documentation see it."""
 
     name: str
     """Name of the field, which is the key in files."""

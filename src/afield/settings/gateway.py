@@ -42,7 +42,7 @@ class ServerSettings(SettingsGroup, frozen=True, kw_only=True):
     store: Annotated[str, Metavar("DIR"), PATH] = "gateway-store"
     """Directory of the session store."""
     store_shared: bool = False
-    """The store is on a file system that several machines mount; SQLite then does without shared memory."""
+    """Expect the store on a file system that several machines mount: SQLite then uses no shared memory."""
     keep_sessions_h: NotNegative = 72.0
     """Hours after which a completed session leaves the store; 0 keeps all."""
     durable: bool = False

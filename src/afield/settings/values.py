@@ -186,7 +186,7 @@ def from_file(file: Path, struct: type[Struct], table: str) -> dict[str, Any]:
 
 
 def file_layer(file: Path, struct: type[Struct], table: str) -> SettingsLayer:
-    """One table of a TOML file as a source that names lines."""
+    """Table of a TOML file as a source that names lines."""
     text, values = _read_toml(file, table)
 
     def origin(key: str) -> str:

@@ -93,7 +93,7 @@ def replaced(directory: Path) -> Iterator[Path]:
 
 
 def _remedy(error: OSError | RuntimeError) -> str:
-    """What to do about a failed write."""
+    """Remedy for a failed write."""
     if not isinstance(error, OSError) or error.errno in (None, errno.ENOSPC, errno.EDQUOT):
         return "is there room on the disk?"
     if error.errno in (errno.ENOTEMPTY, errno.EEXIST):

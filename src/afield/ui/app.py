@@ -53,12 +53,16 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class Answer(Struct, frozen=True):
-    """Body of a response."""
+    """HTTP response."""
 
     body: bytes
+    """Bytes of the body."""
     content_type: str
+    """Value of the content-type header."""
     status: int = 200
+    """HTTP status; 200 by default."""
     headers: tuple[tuple[bytes, bytes], ...] = ()
+    """Further headers, as names and values; none by default."""
 
 
 def json_answer(value: Any, status: int = 200) -> Answer:
@@ -166,8 +170,8 @@ class UiApp:
             cookie = f"{self._cookie}={self._key}; Path=/; HttpOnly; SameSite=Lax"
             return Answer(b"", "text/plain", 303, ((b"location", b"/"), (b"set-cookie", cookie.encode())))
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        given = (token if scheme.lower() == "bearer" else "", self._cookie_of(headers))
-        if not any(map(self._matches, given)):
+        tokens = (token if scheme.lower() == "bearer" else "", self._cookie_of(headers))
+        if not any(map(self._matches, tokens)):
             return error_answer(401, "the key is missing: open the address that `afield ui` printed")
         return None
 

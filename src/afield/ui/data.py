@@ -36,35 +36,60 @@ class TurnRecord(Struct, frozen=True, gc=False):
     """Fields of `types.Turn`, without its checks: they take seconds for a million tokens."""
 
     id: str
+    """Id in its session: t1, t2, ..."""
     status: str
+    """Status: a value of `TurnStatus`."""
     sampling: Sampling
+    """Sampling parameters that the engine applied."""
     parent: str | None = None
+    """Id of the turn that this one continues; None for the first of a conversation."""
     delta_ids: list[int] = []
+    """Token ids of the prompt after the parent's tokens; empty by default."""
     token_ids: list[int] = []
+    """Sampled token ids; empty by default."""
     logprobs: list[float] = []
+    """Log-probability of each sampled token, natural logarithm; empty by default."""
     versions: list[tuple[int, int, int, int]] = []
+    """Spans of sampled tokens, each with its oldest and newest policy version; empty by default."""
     finish_reason: FinishReason | None = None
+    """Reason for the end of the reply; None while it runs."""
     tier: str = ""
+    """How the prompt was built: bridge, append, splice or full; empty if unknown."""
     dialect: str = ""
+    """Dialect of the request; empty if unknown."""
     messages: list[Message] = []
+    """New messages of the request, then the reply; empty by default."""
     tags: list[str] = []
+    """Labels from the gateway or the client's request; none by default."""
     links: list[Link] = []
+    """Relations to turns other than the parent; none by default."""
     started: float = 0.0
+    """Unix time of the request, in seconds."""
     first_token: float | None = None
+    """Unix time of the first sampled token, in seconds; None before it."""
     ended: float | None = None
+    """Unix time of the end, in seconds; None while the call runs."""
 
 
 class StoredRollout(Struct, frozen=True):
     """Fields of `types.RolloutResult`, without trajectories, which repeat the tokens of the turns."""
 
     rollout: Rollout
+    """Task, group and sampling of the rollout."""
     outcome: Outcome
+    """Reward and metrics, or a failure."""
     excluded: list[Exclusion] = []
+    """Turns that are not trained, with reasons; none by default."""
     turns: list[TurnRecord] = []
+    """All model calls; none by default."""
     attempts: int = 1
+    """Number of attempts; 1 by default."""
     refused: list[RefusedCalls] = []
+    """Model calls that the gateway refused, by class of error; none by default."""
     returned: dict[str, Any] = {}
+    """Values that the agent returned besides those of the outcome; empty by default."""
     returned_left_out: dict[str, int] = {}
+    """Size in bytes of returned values that were left out; none by default."""
 
 
 _LINE = msgspec.json.Decoder(StoredRollout)
@@ -135,7 +160,7 @@ class LoadedRollout(Struct, frozen=True):
 
 
 class RunData:
-    """One run directory, read through its index. Thread-safe."""
+    """Run directory, read through its index. Thread-safe."""
 
     def __init__(self, directory: RunDirectory, key: str) -> None:
         self.directory = directory
@@ -193,20 +218,20 @@ class RunData:
             raise DamagedFile(f"rollout {rollout_id} cannot be read from {path}: {error}") from error
         rollout = loaded(row, record)
         try:
-            found = self._index.read_record(row)
+            training = self._index.read_record(row)
         except DamagedFile as error:
             return msgspec.structs.replace(rollout, training_error=str(error))
-        return msgspec.structs.replace(rollout, training=aligned(found, rollout)) if found else rollout
+        return msgspec.structs.replace(rollout, training=aligned(training, rollout)) if training else rollout
 
     # --- the run itself ----------------------------------------------------------------------------
 
     def settings(self) -> dict[str, Any]:
         """Settings from run.json and info.json that are safe to show."""
         saved = self._described()
-        shown = {name: saved.get(name) for name in STATE_FIELDS}
+        settings = {name: saved.get(name) for name in STATE_FIELDS}
         return {
             name: value
-            for name, value in shown.items()
+            for name, value in settings.items()
             if value != "" and isinstance(value, int if name in NUMBER_FIELDS else str)
         }
 

@@ -59,7 +59,7 @@ def integer(query: Query, name: str, default: int) -> int:
 
 
 def run_summary(run: RunData) -> dict[str, Any]:
-    """One line of the list of runs."""
+    """Line of the list of runs."""
     settings = run.settings()
     split = "val" if settings.get("kind") == "eval" else "train"
     [row] = run.query(
@@ -181,8 +181,8 @@ def rollouts(run: RunData, query: Query) -> dict[str, Any]:
     """Rows of the rollouts after row `after`, at most `limit`."""
     after, limit = integer(query, "after", 0), integer(query, "limit", 1000)
     names = ", ".join((*NUMBER_COLUMNS, *TEXT_COLUMNS))
-    found = run.query(f"SELECT {names} FROM rollouts WHERE seq > ? ORDER BY seq LIMIT ?", after, limit)
-    return {"rollouts": found}
+    rows = run.query(f"SELECT {names} FROM rollouts WHERE seq > ? ORDER BY seq LIMIT ?", after, limit)
+    return {"rollouts": rows}
 
 
 def rollouts_columns(run: RunData, query: Query) -> bytes:
@@ -482,12 +482,12 @@ def excluded_page(run: RunData) -> dict[str, Any]:
 def remedy(reason: str) -> str:
     if reason in REASONS:
         return REASONS[reason].remedy
-    known = {str(item): item for item in UntrainedReason}
+    reasons = {str(item): item for item in UntrainedReason}
     doc = {
         UntrainedReason.NO_ADVANTAGE: "rewards of the group are equal: choose other tasks, or more rollouts",
         UntrainedReason.DROPPED_GROUP: "see the reason in the step's dropped_groups",
     }
-    return doc.get(known[reason], "the rollout has no reward: see its failure") if reason in known else ""
+    return doc.get(reasons[reason], "the rollout has no reward: see its failure") if reason in reasons else ""
 
 
 # --- timeline ------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ LOG_LINES = 5
 
 
 class GatewayProcess:
-    """One gateway process. `command` reads one line of settings and prints one line of JSON when it serves.
+    """Gateway process. `command` reads one line of settings and prints one line of JSON when it serves.
 
     `environment` None inherits this process's. `start_timeout_s` limits the time until it serves. Its log is
     appended to the file `log`.

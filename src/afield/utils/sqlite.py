@@ -76,7 +76,7 @@ def transaction(connection: sqlite3.Connection) -> Generator[sqlite3.Connection]
 
 
 class Database:
-    """One SQLite file, used from any thread and opened at first use."""
+    """SQLite file, used from any thread and opened at first use."""
 
     def __init__(
         self,

@@ -103,8 +103,8 @@ async def test_stop_strings_length_and_usage(tmp_path: Path) -> None:
     engine = ScriptedEngine([said("one two three"), said("one two three")])
     async with running(engine, tmp_path) as up:
         client = await up.agent()
-        made = await client.completions.create(model="m", prompt="Count: ", stop=[" two"])
-        assert (made.choices[0].text, made.choices[0].finish_reason) == ("one", "stop")
+        completion = await client.completions.create(model="m", prompt="Count: ", stop=[" two"])
+        assert (completion.choices[0].text, completion.choices[0].finish_reason) == ("one", "stop")
         options: Any = {"include_usage": True}
         stream = await client.completions.create(
             model="m", prompt="Count: ", max_tokens=2, stream=True, stream_options=options

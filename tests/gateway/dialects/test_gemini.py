@@ -389,8 +389,10 @@ async def test_client_tools_are_rendered_with_parameters(tmp_path: Path, as_sche
     off = types.AutomaticFunctionCallingConfig(disable=True)
     engine = ScriptedEngine([said("Yes.")])
     async with running(engine, tmp_path) as up, client_of(up) as client:
-        asked = types.GenerateContentConfig(tools=tools, automatic_function_calling=off, top_p=0.5, top_k=7)
-        await client.models.generate_content(model="m", contents="Hi", config=asked)
+        generation = types.GenerateContentConfig(
+            tools=tools, automatic_function_calling=off, top_p=0.5, top_k=7
+        )
+        await client.models.generate_content(model="m", contents="Hi", config=generation)
         record = await up.client.finalize("r.1")
     prompt = load_tokenizer().decode(engine.recorded[0].prompt_ids)
     assert '"item": {"type": "string"}' in prompt

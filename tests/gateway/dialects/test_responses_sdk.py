@@ -44,9 +44,9 @@ def echo(response: Any) -> list[Any]:
 
 
 def results(response: Any) -> list[Any]:
-    asked = [item.call_id for item in response.output if item.type == "function_call"]
+    call_ids = [item.call_id for item in response.output if item.type == "function_call"]
     return [
-        {"type": "function_call_output", "call_id": each, "output": f"{n}"} for n, each in enumerate(asked)
+        {"type": "function_call_output", "call_id": each, "output": f"{n}"} for n, each in enumerate(call_ids)
     ]
 
 
@@ -83,12 +83,12 @@ async def through_chat(folder: Path) -> list[Any]:
             {"role": "user", "content": "Prices?"},
         ]
         for n in range(4):
-            made = await client.chat.completions.create(model="m", messages=messages, tools=NESTED)
-            message = made.choices[0].message
+            completion = await client.chat.completions.create(model="m", messages=messages, tools=NESTED)
+            message = completion.choices[0].message
             messages.append(message)
-            asked = [call.id for call in message.tool_calls or ()]
+            ids = [call.id for call in message.tool_calls or ()]
             messages += [
-                {"role": "tool", "tool_call_id": each, "content": f"{i}"} for i, each in enumerate(asked)
+                {"role": "tool", "tool_call_id": each, "content": f"{i}"} for i, each in enumerate(ids)
             ]
             messages += [{"role": "user", "content": "Thanks."}] if n == 2 else []
         record = await up.client.finalize("r.1")
@@ -188,12 +188,12 @@ async def test_usage_and_ids_are_recorded_values(tmp_path: Path) -> None:
     async with running(engine, tmp_path) as up:
         client = await up.agent()
         counted = await client.responses.input_tokens.count(model="m", input="Hi")
-        made = await client.responses.create(model="m", input="Hi", extra_body={"return_token_ids": True})
+        response = await client.responses.create(model="m", input="Hi", extra_body={"return_token_ids": True})
     (entry,) = engine.recorded
-    assert made.usage is not None
-    assert counted.input_tokens == made.usage.input_tokens == len(entry.prompt_ids)
-    assert made.usage.output_tokens == len(entry.token_ids)
-    extra = made.model_extra or {}
+    assert response.usage is not None
+    assert counted.input_tokens == response.usage.input_tokens == len(entry.prompt_ids)
+    assert response.usage.output_tokens == len(entry.token_ids)
+    extra = response.model_extra or {}
     assert (extra["prompt_token_ids"], extra["token_ids"]) == (list(entry.prompt_ids), list(entry.token_ids))
 
 

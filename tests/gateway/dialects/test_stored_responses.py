@@ -155,12 +155,12 @@ async def test_stored_responses_survive_a_restart_and_can_be_deleted(tmp_path: P
 async def test_responses_of_other_sessions_get_404(tmp_path: Path) -> None:
     async with running(ScriptedEngine(answers), tmp_path / "s") as up:
         one, other = await agent(up), await agent(up, "r.2")
-        made = await one.responses.create(model="m", input="Hi")
+        response = await one.responses.create(model="m", input="Hi")
         await other.responses.create(model="m", input="Hi")
         for ask in (other.responses.retrieve, other.responses.delete, other.responses.input_items.list):
             with pytest.raises(openai.NotFoundError):
-                await ask(made.id)
-        for wrong in ("resp_x", "t1", made.id + "9"):
+                await ask(response.id)
+        for wrong in ("resp_x", "t1", response.id + "9"):
             with pytest.raises(openai.NotFoundError):
                 await one.responses.retrieve(wrong)
 
@@ -196,18 +196,18 @@ async def test_input_items_are_listed_in_pages(tmp_path: Path) -> None:
         page = await client.responses.input_items.list(second.id, limit=3)
         assert page.has_more and len(page.data) == 3
         for query, named in (("limit=0", "limit"), ("order=up", "order"), ("after=x", "after")):
-            status, told = await raw(up, "GET", f"/{second.id}/input_items?{query}")
-            assert status == 400 and named in told["error"]["message"]
+            status, answer = await raw(up, "GET", f"/{second.id}/input_items?{query}")
+            assert status == 400 and named in answer["error"]["message"]
 
 
 async def test_unsupported_requests_get_400(tmp_path: Path) -> None:
     async with running(ScriptedEngine(answers), tmp_path / "s") as up:
         client = await agent(up)
-        made = await client.responses.create(model="m", input="Hi")
+        response = await client.responses.create(model="m", input="Hi")
         with pytest.raises(openai.BadRequestError, match="background=true"):
-            await client.responses.cancel(made.id)
+            await client.responses.cancel(response.id)
         with pytest.raises(openai.BadRequestError, match="without stream"):
-            await client.responses.retrieve(made.id, stream=True, starting_after=1)
+            await client.responses.retrieve(response.id, stream=True, starting_after=1)
         with pytest.raises(openai.BadRequestError, match="background=True is not supported; wait"):
             await client.responses.create(model="m", input="Hi", background=True)
         with pytest.raises(openai.BadRequestError, match="previous_response_id"):
@@ -217,8 +217,8 @@ async def test_unsupported_requests_get_400(tmp_path: Path) -> None:
             "upgrade": "websocket",
             "connection": "upgrade",
         }
-        status, told = await up.ask("GET", "/s/r.1/v1/responses", headers=upgrade)
-        assert status == 404 and "POST v1/responses over HTTP" in told["error"]["message"]
+        status, answer = await up.ask("GET", "/s/r.1/v1/responses", headers=upgrade)
+        assert status == 404 and "POST v1/responses over HTTP" in answer["error"]["message"]
 
 
 def test_synchronous_client_works(tmp_path: Path) -> None:
@@ -228,12 +228,14 @@ def test_synchronous_client_works(tmp_path: Path) -> None:
 
             def work() -> None:
                 with openai.OpenAI(base_url=ticket.openai_base_url, api_key=ticket.api_key) as client:
-                    made = client.responses.create(**BODY)
-                    assert client.responses.retrieve(made.id) == made
-                    assert [item.type for item in client.responses.input_items.list(made.id)] == ["message"]
-                    window = client.responses.compact(model="m", previous_response_id=made.id)
+                    response = client.responses.create(**BODY)
+                    assert client.responses.retrieve(response.id) == response
+                    assert [item.type for item in client.responses.input_items.list(response.id)] == [
+                        "message"
+                    ]
+                    window = client.responses.compact(model="m", previous_response_id=response.id)
                     assert window.object == "response.compaction"
-                    client.responses.delete(made.id)
+                    client.responses.delete(response.id)
 
             await asyncio.to_thread(work)
 

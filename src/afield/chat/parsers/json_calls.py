@@ -162,9 +162,9 @@ class ObjectCall:
             return
         self._state = "after value"
         if self._key in self._keys and not self._streams:
-            self._known(json.loads(text))
+            self._check_parsed(json.loads(text))
 
-    def _known(self, value: object) -> None:
+    def _check_parsed(self, value: object) -> None:
         name, arguments, _ = self._keys
         text = value if isinstance(value, str) else ""
         self._check(_is_text(text) and (bool(text) or self._key != name))

@@ -273,7 +273,7 @@ VLLM_SERVER = ForeignSuite(
     install=_install_vllm,
     command=_vllm,
     variants=tuple(VLLM_FILES),
-    silent=("plain",),
+    without_reasoning=("plain",),
     not_ours=NOT_OURS,
     optional=True,
 )

@@ -269,18 +269,18 @@ class RuleModel:
 
     Args:
         vocabulary: vocabulary of the model.
-        silent: ids of sessions without reasoning.
+        without_reasoning: ids of sessions without reasoning.
     """
 
-    def __init__(self, vocabulary: Any, silent: frozenset[str] = frozenset()) -> None:
+    def __init__(self, vocabulary: Any, without_reasoning: frozenset[str] = frozenset()) -> None:
         self._vocabulary = vocabulary
-        self._silent = silent
+        self._without_reasoning = without_reasoning
         self._sampler = RandomTokenizer(vocabulary)
         self._scripted: Callable[..., Any] = factory.scripted_reply()
 
     def __call__(self, call: GenerateRequest) -> Any:
         talk = read_prompt(self._vocabulary, call.prompt_ids)
-        if call.session_id in self._silent:
+        if call.session_id in self._without_reasoning:
             talk = structs.replace(talk, thinks=False)
         chance = random.Random(str(call.prompt_ids))
         text = self._free(talk) if call.constraint is None else self._held(talk, call.constraint.grammar)

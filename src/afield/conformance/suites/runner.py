@@ -55,7 +55,7 @@ class ForeignSuite(Struct, frozen=True, kw_only=True):
     """Function from stage and variant to the command that runs it."""
     variants: tuple[str, ...] = ("",)
     """Variants, each with its own session; the prefix of their test names unless empty."""
-    silent: tuple[str, ...] = ()
+    without_reasoning: tuple[str, ...] = ()
     """Variants without reasoning."""
     not_ours: Mapping[str, str] = {}
     """Expected failures that are not faults of the gateway: reason by test."""
@@ -128,7 +128,7 @@ async def check_suite(suite: ForeignSuite, cache: Path, folder: Path, path: str)
     model = write_model(folder / "model", SWITCHABLE_TEMPLATE, (*CONTROL, IMAGE))
     vocabulary = factory.vocabulary_of(model)
     engine = factory.load("engine", "scripted", factory.ENGINES)(
-        RuleModel(vocabulary, frozenset(_session_id(suite, variant) for variant in suite.silent)),
+        RuleModel(vocabulary, frozenset(_session_id(suite, variant) for variant in suite.without_reasoning)),
         max_context=MAX_CONTEXT,
         vocab_size=vocabulary.size,
         image_id=vocabulary.id_of(IMAGE),

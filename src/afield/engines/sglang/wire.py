@@ -65,7 +65,7 @@ class Finish(Struct):
     """Finish reason of a call."""
 
     type: str
-    """One of stop, length and abort."""
+    """Finish reason: stop, length or abort."""
     message: str = ""
     """Reason of an abort."""
     status_code: int | None = None
@@ -223,7 +223,7 @@ def body(
 ) -> dict[str, Any]:
     """Request body of `/generate`; `limit` is the maximum number of tokens."""
     sampling = call.sampling
-    asked: dict[str, Any] = {
+    request: dict[str, Any] = {
         "input_ids": call.prompt_ids,
         "sampling_params": {
             "max_new_tokens": limit,
@@ -239,21 +239,21 @@ def body(
         "stream": call.stream,
     }
     if lease is not None:
-        asked |= {"lora_path": adapter, "rid": lease.id}
+        request |= {"lora_path": adapter, "rid": lease.id}
     if count := max(call.top_logprobs, call.prompt_logprobs or 0):
-        asked["top_logprobs_num"] = count
+        request["top_logprobs_num"] = count
     if call.prompt_logprobs is not None:
-        asked["logprob_start_len"] = 0
+        request["logprob_start_len"] = 0
     if call.stop:
-        asked["sampling_params"]["stop"] = call.stop
+        request["sampling_params"]["stop"] = call.stop
     if call.constraint:
-        asked["sampling_params"]["structural_tag"] = call.constraint.grammar
+        request["sampling_params"]["structural_tag"] = call.constraint.grammar
     if sampling.seed is not None:
-        asked["sampling_params"]["sampling_seed"] = sampling.seed
+        request["sampling_params"]["sampling_seed"] = sampling.seed
     if call.images:
-        asked["image_data"] = [
+        request["image_data"] = [
             image.url if image.data is None else base64.b64encode(image.data).decode()
             for image in call.images
         ]
-        asked["return_prompt_token_ids"] = True
-    return asked
+        request["return_prompt_token_ids"] = True
+    return request

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from afield.engines.torch.images import ImageEncoder
 
 # Number of uses after which a shape gets its own graph, if a larger graph can run it until then.
-PATIENCE = 4
+USES_BEFORE_RECORDING = 4
 MOST_RECORDINGS = 64
 LENGTH_STEP = 64
 COLUMNS = 5  # id, position, cache row, temperature, uniform random number
@@ -159,7 +159,7 @@ class CudaGraphRunner:
             return wanted
         self._wanted[wanted] += 1
         larger = [shape for shape in self._recordings if shape.covers(wanted)]
-        if self._wanted[wanted] < PATIENCE and larger:
+        if self._wanted[wanted] < USES_BEFORE_RECORDING and larger:
             return min(larger, key=lambda shape: shape.rows * shape.length)
         return wanted
 

@@ -146,7 +146,7 @@ class DecodeCall:
         self.prompt_tops: list[Top] | None = None if ask.prompt_logprobs is None else []
         self.stop_ids = frozenset(ask.stop_ids)
         self.uniform = random.Random(ask.seed).random
-        self.asked = time.monotonic()
+        self.queued_at = time.monotonic()
         self.queued_s = 0.0
         self.next_chunk = 0.0
 
@@ -226,7 +226,7 @@ class Decoder:
 
     def swap(self, version: int, tensors: Sequence[Tensor]) -> None:
         """Load new weights, in the order of `weights`, effective from the next step."""
-        sampled = self._settle()
+        sampled = self._collect_step()
         self.counters = self.counters._replace(sampled_tokens=self.counters.sampled_tokens + sampled)
         for weight, tensor in zip(self._weights, tensors, strict=True):
             weight.copy_(tensor)
@@ -270,7 +270,7 @@ class Decoder:
             if request.prompt_tops is not None:  # prompt log-probabilities need every prompt id computed
                 self._slots.restart(request.slot)
                 reused = 0
-            request.queued_s = time.monotonic() - request.asked
+            request.queued_s = time.monotonic() - request.queued_at
             self._running.append(request)
             admitted.append((request.length, reused))
         return admitted
@@ -341,7 +341,7 @@ class Decoder:
             ready = [(r, 1) for r in self._running if self._pending(r) == 1]
             return self._compute(ready) if ready else 0
         following = self._follow(self.steps)
-        sampled = self._settle()
+        sampled = self._collect_step()
         ready = [r for r in self._running if self._pending(r) == 1]
         if following is None and ready:
             following = self._launch(self.steps, ready, None)
@@ -372,7 +372,7 @@ class Decoder:
         self._slots.advance(slots, [1] * len(slots))
         return _Launched(requests, uniforms, flight)
 
-    def _settle(self) -> int:
+    def _collect_step(self) -> int:
         """Wait for the launched step and give its tokens to the calls that have not ended."""
         launched, self._launched = self._launched, None
         if launched is None or self.steps is None:

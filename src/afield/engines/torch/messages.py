@@ -24,64 +24,88 @@ class EngineOptions(Struct, frozen=True, kw_only=True, tag="start"):
     """Arguments of `TorchEngine`."""
 
     model_path: str
+    """Directory with config.json, safetensors weights and tokenizer.json."""
     version: int = 0
+    """Version of the weights in `model_path`."""
     max_slots: int | None = None
+    """Calls that run at once; None is 64 on a CPU, and on CUDA what free memory holds, at most 512."""
     max_context: int | None = None
+    """Prompt plus reply length in tokens; None uses the model's limit."""
     device: str | None = None
+    """Torch device; None picks CUDA if available."""
     dtype: str | None = None
+    """float32, bfloat16 or float16; None means float32 on a CPU and bfloat16 on CUDA."""
     seed: int = 0
+    """Seed of the engine."""
     cache_tokens: int | None = None
+    """Tokens of the KV cache; None is what free memory holds on CUDA, no limit on a CPU."""
     prefill_tokens: int | None = None
+    """Tokens per prefill step; None chooses by device."""
     fixed_steps: bool | None = None
+    """Whether to decode in steps of fixed shapes; None means on CUDA only."""
 
 
 class CallMessage(Struct, frozen=True, tag="call"):
     """A call to sample."""
 
     number: int
+    """Number of the call, unique in the connection."""
     call: GenerateRequest
+    """Prompt and sampling parameters."""
 
 
 class CancelMessage(Struct, frozen=True, tag="cancel"):
     """A call whose chunks are no longer wanted."""
 
     number: int
+    """Number of the call."""
 
 
 class LoadMessage(Struct, frozen=True, tag="load"):
     """Weights to serve."""
 
     number: int
+    """Number of the request."""
     version: int
+    """Version of the weights."""
     path: str
+    """Directory of the weights."""
 
 
 class InfoMessage(Struct, frozen=True, tag="info"):
     """A request for the engine's info."""
 
     number: int
+    """Number of the request."""
 
 
 class ChunkMessage(Struct, frozen=True, tag="chunk"):
     """Sampled tokens of a call."""
 
     number: int
+    """Number of the call."""
     chunk: Chunk
+    """Tokens with their log-probabilities."""
 
 
 class ReplyMessage(Struct, frozen=True, tag="reply"):
     """The engine's info, after it started, after weights were loaded, or as requested."""
 
     number: int
+    """Number of the request; `START` after the start."""
     info: EngineInfo
+    """State of the engine."""
 
 
 class ErrorMessage(Struct, frozen=True, tag="error"):
-    """Failure of a call or request; `kind` is a key of `ERRORS`."""
+    """Failure of a call or request."""
 
     number: int
+    """Number of the call or request."""
     kind: str
+    """Exception class, a key of `ERRORS`."""
     text: str
+    """Error message."""
 
     @classmethod
     def of(cls, number: int, error: Exception) -> ErrorMessage:

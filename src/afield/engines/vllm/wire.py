@@ -30,7 +30,7 @@ TOKEN_ID = "token_id:"
 
 
 class Candidate(Struct):
-    """One of the likeliest tokens at a position."""
+    """Likely token at a position, with its log-probability."""
 
     token_id: int
     """Token id."""

@@ -207,7 +207,7 @@ class CompletionBuilder:
     ) -> Json | None:
         if not self._options.logprobs:
             return None
-        return self._listed(ids, values, tops or [()] * len(ids), self._tokenizer.shown)
+        return self._listed(ids, values, tops or [()] * len(ids), self._tokenizer.reply_bytes)
 
     def _listed(
         self,

@@ -36,7 +36,7 @@ class Items:
         self._started = started
         self._options = options
         self._texts = texts
-        self.shown: EchoedOptions = options.echo["shown"]
+        self.echoed: EchoedOptions = options.echo["echoed"]
         self._made: dict[str, int] = {}
 
     def message(self) -> Json:
@@ -46,13 +46,13 @@ class Items:
     def reasoning(self) -> Json:
         item: Json = {"id": self._id("rs", self._count("rs") or None), "type": "reasoning"}
         item |= {"summary": [], "status": "in_progress"}
-        if self.shown.sealed:
+        if self.echoed.sealed:
             item["encrypted_content"] = seal(self._started.turn_id)
         return item
 
     def call(self, call: ToolCall) -> Json:
         """Builds a call item. Arguments of a custom tool that are not one `input` are passed raw."""
-        named = self.shown.toolbox.to_client(call.name)
+        named = self.echoed.toolbox.to_client(call.name)
         index = self._count("call")
         if named.custom:
             text = free_text(call.arguments)
@@ -81,9 +81,9 @@ class Items:
         """Returns the item with its text."""
         if item["type"] == "message":
             return item | {"content": [text_part(text, logprobs)], "status": status}
-        if self.shown.summary:
+        if self.echoed.summary:
             return item | {"summary": [{"type": "summary_text", "text": text}], "status": status}
-        if not self.shown.content:
+        if not self.echoed.content:
             return item | {"status": status}
         return item | {"content": [{"type": "reasoning_text", "text": text}], "status": status}
 
@@ -118,7 +118,7 @@ class Items:
             "truncation": "disabled",
             "usage": None,
         }
-        return response | self.shown.fields | rest
+        return response | self.echoed.fields | rest
 
     def ended(self, finished: CallFinished, output: list[Json]) -> Json:
         rest: Json = {"usage": usage(finished)}
@@ -257,7 +257,7 @@ class ResponsesStream:
             logprobs, self._told = self._told, []
             self._shown += logprobs
             return out + self._send("response.output_text.delta", **self._at(), delta=text, logprobs=logprobs)
-        name = "reasoning_summary_text" if self._items.shown.summary else "reasoning_text"
+        name = "reasoning_summary_text" if self._items.echoed.summary else "reasoning_text"
         return out + self._send(f"response.{name}.delta", **self._at(), delta=text)
 
     def _at(self) -> Json:
@@ -268,12 +268,12 @@ class ResponsesStream:
 
     @property
     def _summarises(self) -> bool:
-        return bool(self._open and self._open["type"] == "reasoning" and self._items.shown.summary)
+        return bool(self._open and self._open["type"] == "reasoning" and self._items.echoed.summary)
 
     @property
     def _hidden(self) -> bool:
         """Whether the open item is reasoning that the client did not request."""
-        options = self._items.shown
+        options = self._items.echoed
         return bool(
             self._open and self._open["type"] == "reasoning" and not (options.summary or options.content)
         )

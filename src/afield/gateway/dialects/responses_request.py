@@ -446,7 +446,7 @@ def decode(raw: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
         logprobs=scored,
         top_logprobs=wire.top_logprobs or 0,
         token_ids=bool(wire.return_token_ids),
-        echo={"shown": echoed},
+        echo={"echoed": echoed},
     )
     return request, options
 

@@ -88,7 +88,9 @@ class SyncRollouts:
         columns = [self._columns(finished, version) for finished in results]
         self._forget(collector, groups, trainer.state.global_step + 1)
         if all(reward is None for reward in rewards):
-            raise UsageError(f"no rollout has a reward; the first one: {results[0].outcome.failure}")
+            raise UsageError(
+                f"no rollout has a reward; failure of the first one: {results[0].outcome.failure}"
+            )
         return {name: [row[name] for row in columns] for name in EMPTY} | {"outcome_reward": rewards}
 
     def _publish(self, trainer: Any) -> None:

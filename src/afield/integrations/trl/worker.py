@@ -98,10 +98,10 @@ class RolloutWorker:
             return
         if self._collecting.done() and not self._collecting.cancelled():
             self._collecting.result()
-        silent = time.monotonic() - self._heartbeat
-        if silent > stale_after_s:
+        idle_s = time.monotonic() - self._heartbeat
+        if idle_s > stale_after_s:
             raise Unavailable(
-                f"the collection of rollouts made no progress for {silent:.0f} s (heartbeat_stale_after_s ="
+                f"the collection of rollouts made no progress for {idle_s:.0f} s (heartbeat_stale_after_s ="
                 f" {stale_after_s:g}) with {len(self._running)} groups running;"
                 f" see {self._collector.run.logs}"
             )

@@ -39,7 +39,7 @@ RESERVED = "reward"
 
 
 class CreditAssignment(Struct, frozen=True, kw_only=True):
-    """Which rewards of an outcome count, and at which token of a row."""
+    """Rewards of an outcome that count, and the token of a row that gets them."""
 
     weights: Mapping[str, float] = {}
     """Weights of named rewards, whose sum replaces the reward; empty keeps the reward."""

@@ -39,7 +39,7 @@ CREDENTIALS = (
     " AWS_PROFILE, or run where a role gives them; for a server on this machine give its endpoint_url"
 )
 AGENT_SAID = re.compile(r"error \((\d{3})\)|status(?: code)?:? (\d{3})", re.IGNORECASE)
-Line = Literal["start", "other"]
+ThreadPoolName = Literal["start", "other"]
 _client_lock = threading.Lock()
 
 
@@ -70,7 +70,7 @@ class AgentCoreApi:
         sizes = {"start": min(MAX_THREADS, starts), "other": max(4, math.ceil(2 * options.stop_rate))}
         self._connections = sum(sizes.values())
         self._clients: dict[str, Any] = {}
-        self._threads = {line: ThreadPoolExecutor(n, f"agentcore-{line}") for line, n in sizes.items()}
+        self._threads = {pool: ThreadPoolExecutor(n, f"agentcore-{pool}") for pool, n in sizes.items()}
 
     @property
     def local(self) -> bool:
@@ -78,18 +78,20 @@ class AgentCoreApi:
         return urlsplit(self._options.endpoint_url).hostname in LOOPBACK
 
     def close(self) -> None:
-        for pool in self._threads.values():
-            pool.shutdown(wait=False, cancel_futures=True)
+        for executor in self._threads.values():
+            executor.shutdown(wait=False, cancel_futures=True)
 
     async def check(self) -> None:
         """Create the clients; raises UsageError if that fails, e.g. without credentials."""
         await self.threaded("other", lambda: (self.data, self.control))
 
-    async def ask(self, operation: str, *, line: Line = "other", **arguments: Any) -> dict[str, Any]:
+    async def ask(
+        self, operation: str, *, pool: ThreadPoolName = "other", **arguments: Any
+    ) -> dict[str, Any]:
         """Make one call; raises AgentCoreRefused, AgentCoreNoAnswer or UsageError."""
         service = "control" if operation in CONTROL else "logs" if operation in LOGS else "data"
         return await self.threaded(
-            line,
+            pool,
             lambda: translate_errors(
                 operation, lambda: getattr(getattr(self, service), operation)(**arguments)
             ),
@@ -105,8 +107,8 @@ class AgentCoreApi:
         with self.data.invoke_agent_runtime(**arguments)["response"] as answer:
             return answer.read(ANSWER_BYTES)
 
-    async def threaded(self, line: Line, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads[line], work)
+    async def threaded(self, pool: ThreadPoolName, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads[pool], work)
 
     # boto3 clients have no static types; threads share one client per service.
 
@@ -158,7 +160,7 @@ class AgentCoreApi:
 
 @functools.cache
 def _session(region: str, *, local: bool) -> Any:
-    """One session for all clients: it caches service models, which load slowly."""
+    """boto3 session of all clients: it caches service models, which load slowly."""
     import boto3
 
     keys = {"aws_access_key_id": "local", "aws_secret_access_key": "local"} if local else {}

@@ -113,7 +113,7 @@ async def find(api: AgentCoreApi, name: str) -> dict[str, Any] | None:
 async def _deployed(api: AgentCoreApi, options: AgentCoreOptions) -> Deployed:
     runtime_id = options.arn.rpartition("/")[2]
     if not options.arn:
-        runtime_id = await _made(api, options)
+        runtime_id = await _find_or_create(api, options)
     runtime = await _ready(api, runtime_id)
     if not options.arn and not _same(runtime, _wanted(options)):
         log.info("%s is updated", options.agent_name)
@@ -125,7 +125,7 @@ async def _deployed(api: AgentCoreApi, options: AgentCoreOptions) -> Deployed:
     return Deployed(runtime["agentRuntimeArn"], float(lifetime))
 
 
-async def _made(api: AgentCoreApi, options: AgentCoreOptions) -> str:
+async def _find_or_create(api: AgentCoreApi, options: AgentCoreOptions) -> str:
     if runtime := await find(api, options.agent_name):
         return runtime["agentRuntimeId"]
     log.info("%s is created", options.agent_name)

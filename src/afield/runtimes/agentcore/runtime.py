@@ -115,14 +115,14 @@ PHASES = {
 class AgentCoreRuntime(BaseRuntime):
     """Runs agents on AgentCore.
 
-    `name` is the run. `ledger` is the path of the session table that all processes of the run share.
+    `name` is the run. `session_table` is the path of the session table that all processes of the run share.
     """
 
-    def __init__(self, options: AgentCoreOptions, *, name: str, ledger: Path) -> None:
+    def __init__(self, options: AgentCoreOptions, *, name: str, session_table: Path) -> None:
         super().__init__()
         self._options = options
         self._name = name
-        self._table = SessionTable(ledger)
+        self._table = SessionTable(session_table)
         self._api = AgentCoreApi(options)
         self._owned: set[str] = set()
         self._slot_free = asyncio.Event()

@@ -347,7 +347,7 @@ class ContainerRuntime(BaseRuntime):
 
     async def _wait_serving(self, session_id: str) -> tuple[str, PingResponse]:
         backoff, url = Backoff(FIRST_PING_S, MAX_PING_INTERVAL_S), ""
-        silent = "it has no address"
+        problem = "it has no address"
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 while True:
@@ -357,11 +357,11 @@ class ContainerRuntime(BaseRuntime):
                         try:
                             return url, await invocations.ping(self._http, url, PING_S)
                         except NO_ANSWER as error:
-                            silent = f"{type(error).__name__}: {error}"
+                            problem = f"{type(error).__name__}: {error}"
                     await backoff.sleep()
         except TimeoutError:
             where = f"GET {url}/ping" if url else f"port {self._options.port}"
-            waited = f"did not answer within {self._start_timeout_s:g} s: {silent}"
+            waited = f"did not answer within {self._start_timeout_s:g} s: {problem}"
             tail = await self._engine.logs(container_name(session_id))
             message = f"{where} of {container_name(session_id)} {waited}; its log ends: {tail}"
             raise InfrastructureFailure(message, Reason.LAUNCH) from None

@@ -287,7 +287,7 @@ def _pod(options: KubernetesOptions, image: str) -> dict[str, Any]:
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": GRACE_S,
         "securityContext": security,
-        "tolerations": [_patience("not-ready"), _patience("unreachable")],
+        "tolerations": [_toleration("not-ready"), _toleration("unreachable")],
         "containers": [_container(options, image)],
     }
     if options.service_account:
@@ -330,17 +330,17 @@ def _container(options: KubernetesOptions, image: str) -> dict[str, Any]:
 
 
 def _resources(limits: ResourceLimits) -> dict[str, str]:
-    asked: dict[str, str] = {}
+    requests: dict[str, str] = {}
     if limits.cpus is not None:
-        asked["cpu"] = f"{max(1, round(limits.cpus * 1000))}m"
+        requests["cpu"] = f"{max(1, round(limits.cpus * 1000))}m"
     if limits.memory_mb is not None:
-        asked["memory"] = f"{limits.memory_mb}Mi"
+        requests["memory"] = f"{limits.memory_mb}Mi"
     if limits.disk_mb is not None:
-        asked["ephemeral-storage"] = f"{limits.disk_mb}Mi"
-    return asked
+        requests["ephemeral-storage"] = f"{limits.disk_mb}Mi"
+    return requests
 
 
-def _patience(what: str) -> dict[str, Any]:
+def _toleration(what: str) -> dict[str, Any]:
     return {
         "key": f"node.kubernetes.io/{what}",
         "operator": "Exists",

@@ -193,15 +193,15 @@ class RayCluster:
         # Ray warns about every connection that is not opened by the main thread.
         logging.getLogger("ray").setLevel(logging.ERROR)
         usual = {"log_to_driver": False, "configure_logging": False}
-        asked: dict[str, Any] = {**usual, "namespace": NAMESPACE, "runtime_env": dict(self.runtime_env)}
+        options: dict[str, Any] = {**usual, "namespace": NAMESPACE, "runtime_env": dict(self.runtime_env)}
         if self.address:
             _check_reachable(self.address)
-            asked["address"] = self.address
+            options["address"] = self.address
         else:
-            asked |= {"address": "local", "include_dashboard": False}
-            asked["object_store_memory"] = OBJECT_STORE_BYTES
+            options |= {"address": "local", "include_dashboard": False}
+            options["object_store_memory"] = OBJECT_STORE_BYTES
         try:
-            ray.init(**asked)
+            ray.init(**options)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             message = f"the Ray cluster {self.address or 'of this machine'!r} cannot be used: {error}"
             raise UsageError(f"{message}; is it up, and of version {ray.__version__}?") from error

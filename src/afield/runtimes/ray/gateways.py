@@ -108,9 +108,9 @@ class RayGatewayLauncher:
         def make() -> Any:
             ray = ray_module()
             affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-            asked: dict[str, Any] = {**self._need.actor_options, "scheduling_strategy": affinity}
+            options: dict[str, Any] = {**self._need.actor_options, "scheduling_strategy": affinity}
             if self._runtime_env and not self._cluster.owned:
-                asked["runtime_env"] = self._runtime_env
+                options["runtime_env"] = self._runtime_env
             return (
                 ray.remote(GatewayHost)
                 .options(
@@ -119,7 +119,7 @@ class RayGatewayLauncher:
                     max_restarts=0,
                     max_task_retries=0,
                     max_concurrency=100,
-                    **asked,
+                    **options,
                 )
                 .remote(self._plans[number], self._urls.get(number, ""))
             )

@@ -85,9 +85,9 @@ async def create_actor(
     """
 
     def make() -> Any:
-        asked: dict[str, Any] = {**need.actor_options, "scheduling_strategy": "SPREAD"}
+        options: dict[str, Any] = {**need.actor_options, "scheduling_strategy": "SPREAD"}
         if runtime_env and not cluster.owned:
-            asked["runtime_env"] = dict(runtime_env)
+            options["runtime_env"] = dict(runtime_env)
         actor: Any = ray_module().remote(ForkServerActor)
         return actor.options(
             name=name,
@@ -95,7 +95,7 @@ async def create_actor(
             max_restarts=0,
             max_task_retries=0,
             max_concurrency=10_000,
-            **asked,
+            **options,
         ).remote(settings)
 
     try:
@@ -231,7 +231,7 @@ class ActorPool:
 
     @property
     def names(self) -> set[str]:
-        return {place.name for place in self._actors}
+        return {actor.name for actor in self._actors}
 
     async def check(self) -> None:
         """Wait until an actor has loaded the agent; raises UsageError if it fails.
@@ -239,15 +239,15 @@ class ActorPool:
         A full cluster only causes a warning.
         """
         self._need = resource_request(self._options, await self._cluster.run(self._cluster.nodes))
-        places = list(self._actors) or [self._spawn()]
+        actors = list(self._actors) or [self._spawn()]
         with suppress(TimeoutError):
             async with asyncio.timeout(CHECK_S):
-                while not any(place.ready or place.problem for place in places):
+                while not any(actor.ready or actor.problem for actor in actors):
                     await self._news.wait()
-        for place in places:
-            if place.problem:
-                raise UsageError(f"{self._settings.target} cannot be started: {place.problem}")
-        if not any(place.ready for place in places):
+        for actor in actors:
+            if actor.problem:
+                raise UsageError(f"{self._settings.target} cannot be started: {actor.problem}")
+        if not any(actor.ready for actor in actors):
             log.warning("no Ray actor started within %g s; rollouts wait for free resources", CHECK_S)
 
     async def acquire_slot(self, session_id: str) -> PooledActor:
@@ -260,10 +260,10 @@ class ActorPool:
                     if not self._wanted(session_id):
                         message = f"{session_id} was stopped before it started"
                         raise InfrastructureFailure(message, Reason.CANCELLED)
-                    able = [place for place in self._actors if place.ready and place.free_slots > 0]
+                    able = [actor for actor in self._actors if actor.ready and actor.free_slots > 0]
                     if able:
-                        return self._enter(max(able, key=lambda place: place.free_slots), session_id)
-                    if self._failed_starts > failed_starts and not any(place.ready for place in self._actors):
+                        return self._enter(max(able, key=lambda actor: actor.free_slots), session_id)
+                    if self._failed_starts > failed_starts and not any(actor.ready for actor in self._actors):
                         raise InfrastructureFailure(
                             f"no actor could load the agent: {self._problem}", Reason.LAUNCH
                         )
@@ -277,9 +277,9 @@ class ActorPool:
 
     def leave(self, session_id: str) -> None:
         """Release the session's slot. Repeating is harmless."""
-        if place := self._actor_of.pop(session_id, None):
-            place.sessions.discard(session_id)
-            place.used_at = asyncio.get_running_loop().time()
+        if actor := self._actor_of.pop(session_id, None):
+            actor.sessions.discard(session_id)
+            actor.used_at = asyncio.get_running_loop().time()
             self.tell()
 
     def tell(self) -> None:
@@ -293,10 +293,10 @@ class ActorPool:
 
     # --- helpers ---------------------------------------------------------------------------------
 
-    def _enter(self, place: PooledActor, session_id: str) -> PooledActor:
-        place.sessions.add(session_id)
-        self._actor_of[session_id] = place
-        return place
+    def _enter(self, actor: PooledActor, session_id: str) -> PooledActor:
+        actor.sessions.add(session_id)
+        self._actor_of[session_id] = actor
+        return actor
 
     async def _change(self) -> None:
         """Wait for a change; after a failed start, at most BACKOFF_S seconds."""
@@ -308,33 +308,33 @@ class ActorPool:
         """Request actors for all waiting sessions, a few at a time, with back-off after failures."""
         if self._failed_starts and asyncio.get_running_loop().time() < self._retry_at:
             return
-        coming = [place for place in self._actors if not place.ready]
-        while sum(place.slots for place in coming) < self._waiting and len(coming) < MAX_PENDING_ACTORS:
+        coming = [actor for actor in self._actors if not actor.ready]
+        while sum(actor.slots for actor in coming) < self._waiting and len(coming) < MAX_PENDING_ACTORS:
             coming.append(self._spawn())
 
     def _spawn(self) -> PooledActor:
-        place = PooledActor(f"{self._name}/{secrets.token_hex(4)}", self._need.slots if self._need else 1)
-        self._actors[place] = self._group.create_task(self._run_actor(place))
-        return place
+        actor = PooledActor(f"{self._name}/{secrets.token_hex(4)}", self._need.slots if self._need else 1)
+        self._actors[actor] = self._group.create_task(self._run_actor(actor))
+        return actor
 
-    async def _run_actor(self, place: PooledActor) -> None:
+    async def _run_actor(self, actor: PooledActor) -> None:
         """Run one actor from its request to its end."""
         try:
-            place.handle = await self._made(place)
-            await self._serve(place, place.handle)
+            actor.handle = await self._create_actor(actor)
+            await self._serve(actor, actor.handle)
         except (ActorLost, UsageError) as error:
-            place.problem = str(error)
-            if not place.ready:
-                self._record_failed_start(place.problem)
-            for session_id in list(place.sessions):
-                self._lost(session_id, f"actor {place.name} ({place.where}) is gone: {error}")
+            actor.problem = str(error)
+            if not actor.ready:
+                self._record_failed_start(actor.problem)
+            for session_id in list(actor.sessions):
+                self._lost(session_id, f"actor {actor.name} ({actor.where}) is gone: {error}")
                 self.leave(session_id)
         finally:
-            place.ready = False
-            self._actors.pop(place, None)
+            actor.ready = False
+            self._actors.pop(actor, None)
             self.tell()
-            if place.handle is not None:
-                await place.handle.end()
+            if actor.handle is not None:
+                await actor.handle.end()
 
     def _record_failed_start(self, problem: str) -> None:
         """Store why an actor failed to start; consecutive failures back off exponentially."""
@@ -342,24 +342,24 @@ class ActorPool:
         self._retry_at = asyncio.get_running_loop().time() + self._backoff.advance()
         self._problem = problem
 
-    async def _made(self, place: PooledActor) -> ActorHandle:
+    async def _create_actor(self, actor: PooledActor) -> ActorHandle:
         try:
             self._need = resource_request(self._options, await self._cluster.run(self._cluster.nodes))
         except UsageError:
             # A lost node may come back; a node that never existed does not.
             if self._need is None:
                 raise
-        place.slots = self._need.slots
+        actor.slots = self._need.slots
         return await create_actor(
-            self._cluster, place.name, self._need, self._settings, runtime_env=self._options.runtime_env
+            self._cluster, actor.name, self._need, self._settings, runtime_env=self._options.runtime_env
         )
 
-    async def _serve(self, place: PooledActor, handle: ActorHandle) -> None:
+    async def _serve(self, actor: PooledActor, handle: ActorHandle) -> None:
         """Wait until the actor has been idle for `idle_s` seconds.
 
         Raises ActorLost if it dies or cannot serve.
         """
-        standing: ActorStatus | None = await self._unless_idle(place, handle.ask("ready"))
+        standing: ActorStatus | None = await self._unless_idle(actor, handle.ask("ready"))
         if standing is None:
             return
         handle.started = True
@@ -368,13 +368,13 @@ class ActorPool:
         self._warn(standing)
         self._failed_starts = 0
         self._backoff.reset()
-        place.where, place.ready = standing.where, True
-        place.used_at = asyncio.get_running_loop().time()
+        actor.where, actor.ready = standing.where, True
+        actor.used_at = asyncio.get_running_loop().time()
         self.tell()
-        if (over := await self._unless_idle(place, handle.ask("over"))) is not None:
+        if (over := await self._unless_idle(actor, handle.ask("over"))) is not None:
             raise ActorLost(over)
 
-    async def _unless_idle(self, place: PooledActor, asking: Coroutine[Any, Any, T]) -> T | None:
+    async def _unless_idle(self, actor: PooledActor, asking: Coroutine[Any, Any, T]) -> T | None:
         """Await a call; None once the actor has been idle for `idle_s` seconds."""
         task = asyncio.create_task(asking)
         try:
@@ -382,8 +382,8 @@ class ActorPool:
                 done, _ = await asyncio.wait({task}, timeout=max(self._idle_s / 4, 0.05))
                 if done:
                     return task.result()
-                idle_s = asyncio.get_running_loop().time() - place.used_at
-                if not place.sessions and not self._waiting and idle_s > self._idle_s:
+                idle_s = asyncio.get_running_loop().time() - actor.used_at
+                if not actor.sessions and not self._waiting and idle_s > self._idle_s:
                     return None
         finally:
             task.cancel()

@@ -158,15 +158,15 @@ def test_two_calls_at_once_streamed(client: Any) -> None:
 
 
 def test_automatic_function_calling(client: Any) -> None:
-    asked = []
+    locations = []
 
     def get_weather(location: str) -> str:
         """The weather at a place."""
-        asked.append(location)
+        locations.append(location)
         return f"It is sunny in {location}."
 
     answer = ask(client, "What is the weather in Oslo?", tools=[get_weather])
-    assert asked == ["Oslo"]
+    assert locations == ["Oslo"]
     assert "sunny in Oslo" in answer.text
     assert len(answer.automatic_function_calling_history) == 3
 

@@ -216,8 +216,8 @@ async def test_reasoning(provider: str) -> None:
 
 
 async def test_no_reasoning_unless_asked_for(provider: str) -> None:
-    silent = {"reasoning_tokens": 0} if provider == "google" else {}  # otherwise Inspect requests thoughts
-    content = (await model_of(provider, **silent).generate("What is 3 + 4?")).message.content
+    options = {"reasoning_tokens": 0} if provider == "google" else {}  # otherwise Inspect requests thoughts
+    content = (await model_of(provider, **options).generate("What is 3 + 4?")).message.content
     if provider in ("anthropic", "google"):  # OpenAI's models always reason
         assert isinstance(content, str) or not any(isinstance(part, ContentReasoning) for part in content)
 
