@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from afield import RolloutClient
 from support.gateways import ADMIN, POLICY
 from support.pages import DOCS, PAGES, README, blocks, names, page_name
 from support.paths import ROOT
@@ -41,6 +43,7 @@ PYTHON = [
 )
 def test_python_block_runs(page: Path, code: str) -> None:
     module = types.ModuleType("documented")
+    module.__file__ = str(page)
     sys.modules["documented"] = module
     exec(compile(code, str(page), "exec"), module.__dict__)
 
@@ -91,6 +94,17 @@ def test_readme_agent_gives_rollouts_to_the_readme_program(gateway: str, tmp_pat
     assert len(lines) == 8 * len(rows.splitlines())
     assert {line.split()[0] for line in lines} == {json.loads(row)["id"] for row in rows.splitlines()}
     assert all(int(line.split()[-1]) > 0 for line in lines)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no Node.js on this machine")
+def test_an_agent_in_another_language_gives_rollouts(gateway: str, tmp_path: Path) -> None:
+    page = DOCS / "how-to" / "own-environment.md"
+    (tmp_path / "agent.py").write_text(blocks(page, "python")[0])
+    (tmp_path / "agent.mjs").write_text(blocks(page, "javascript")[0])
+    names = {"gateway": gateway, "admin_key": ADMIN, "directory": tmp_path / "run", "workers": 1}
+    with RolloutClient.open(agent=f"{tmp_path / 'agent.py'}:agent", **names) as client:
+        finished = client.submit({"question": "Is it?", "answer": ""}).result(60)
+    assert (finished.outcome.reward, len(finished.turns)) == (1.0, 1), finished.outcome.failure
 
 
 def test_readme_commands_train_and_show_a_run(tmp_path: Path) -> None:
