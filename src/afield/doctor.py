@@ -108,7 +108,7 @@ class Doctor:
             ("queue", ("settings", "store"), self._queue),
             ("gateway", (), self._gateway),
             ("engine", ("model",), self._engine),
-            ("runtime", ("settings", "store"), self._runtime),
+            ("runtime", ("settings", "store", "queue"), self._runtime),
             ("reach", NEEDED, self._reach),
         )
         for name, needs, check in checks:
@@ -238,8 +238,13 @@ class Doctor:
     # --- services ----------------------------------------------------------------------------------
 
     async def _store(self) -> Iterator[CheckResult]:
+        from afield.transports.stores.memory import MemoryNotifier
+        from afield.transports.transport import StoreTransport
+
         with tempfile.TemporaryDirectory() as folder:
-            async with factory.transport(self._config, RunDirectory(Path(folder) / "run")) as transport:
+            whole = factory.transport(self._config, RunDirectory(Path(folder) / "run"))
+            assert isinstance(whole, StoreTransport)
+            async with StoreTransport(whole.store, MemoryNotifier()) as transport:
                 began = time.monotonic()
                 await transport.decision(_probe_attempt())
                 seconds = time.monotonic() - began

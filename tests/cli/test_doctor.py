@@ -94,6 +94,7 @@ def test_a_setting_that_does_not_exist_is_refused(run_command: RunCommand, argum
         (("--track", "wandb"), "settings", "pip install 'afield[wandb]'"),
         (("--tasks", "missing.jsonl"), "tasks", "missing.jsonl"),
         (("--transport", "files:///proc/afield"), "store", "/proc/afield"),
+        (("--transport", "files://{}/out?notify=redis://127.0.0.1:1"), "queue", "start redis-server there"),
         (("--runtime", "served=http://127.0.0.1:1"), "runtime", "no agent answers"),
     ],
 )
@@ -101,11 +102,13 @@ def test_a_broken_part_fails_its_check(
     options: tuple[str, ...],
     check: str,
     evidence: str,
+    tmp_path: Path,
     run_command: RunCommand,
     arguments: list[object],
 ) -> None:
-    code, results = diagnosed(run_command, arguments, *options, "--timeout", 30)
-    assert code == 1 and results[check]["status"] == "failed", results
+    words = [option.format(tmp_path) for option in options]
+    code, results = diagnosed(run_command, arguments, *words, "--timeout", 30)
+    assert code == 1 and bad(results) == [check], results
     assert evidence in results[check]["evidence"]
     assert check == "reach" or results["reach"]["status"] == "skipped"
 

@@ -91,7 +91,7 @@ def check_output(command: str, output: str) -> None:
     """What the page says about wrong answers."""
     if command.endswith("--limit 5"):
         header, *rows = (line.split("\t") for line in output.splitlines())
-        assert [row[header.index("reward")] for row in rows] == ["0.0"] * 5
+        assert [float(row[header.index("reward")]) for row in rows] == [0.0] * 5
     elif " show before " in command:  # with a rollout: the list is above
         assert "\nreward   0.0" in output and "    calls get_" in output and "[tool]" in output
     elif command.endswith("why before"):
