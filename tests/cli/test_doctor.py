@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.cli.conftest import RunCommand
 
-from afield.doctor import CheckResult, clocks, judge
+from afield.doctor import CheckResult, clocks, judge, too_old
 from afield.settings.train import train_config
 from afield.types import Outcome, Rollout, RolloutResult, RolloutTimes, Task
 from support.client_gateway import threaded_gateway
@@ -210,6 +210,26 @@ def result_at(clock: float) -> RolloutResult:
 
 def found(results: Iterator[CheckResult], check: str) -> CheckResult:
     return next(result for result in results if result.check == check)
+
+
+def test_a_package_older_than_the_oldest_supported_version_is_found() -> None:
+    installed = {
+        "torch": "2.5.1+cpu",
+        "transformers": "5.0.0rc1",
+        "ray": "2.40",
+        "numpy": "1.26.4",
+        "moto": "4",
+    }
+    required = [
+        "torch>=2.6",
+        "torch>=2.6",
+        "transformers>=5.0",
+        "ray>=2.40.0",
+        "moto[s3,sqs]>=5.1",
+        "docker>=7",
+    ]
+    found = list(too_old([*required, "afield[train]"], lambda name: installed.get(name, "")))
+    assert found == [("moto", "4", "5.1"), ("torch", "2.5.1+cpu", "2.6")]
 
 
 def test_a_wrong_clock_is_a_warning() -> None:
