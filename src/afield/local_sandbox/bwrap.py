@@ -108,7 +108,7 @@ def _build(program: Program, directory: Path, python: Interpreter) -> BwrapArgs:
     if program.layers:
         command += ["--ro-bind", str(Path(program.layers).resolve()), LAYERS]
     command += ["--remount-ro", "/", "--chdir", WORK, "--"]
-    command += [interpreter(program), "-I", "-u", "-c", RUN.replace("{path!r}", repr(path))]
+    command += [python.executable, "-I", "-u", "-c", RUN.replace("{path!r}", repr(path))]
     mounted = _outermost((*mounts, *folders))
     return BwrapArgs(tuple(command), tuple(mounted), tuple(sealed), tuple(hidden))
 
