@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.cli.conftest import RunCommand
 
-from afield.diagnosis.doctor import CheckResult, clocks, judge
+from afield.diagnosis.doctor import CheckResult, clocks, judge, too_old
 from afield.settings.train import train_config
 from afield.types import Outcome, Rollout, RolloutResult, RolloutTimes, Task
 from support.client_gateway import threaded_gateway
@@ -94,6 +94,7 @@ def test_a_setting_that_does_not_exist_is_refused(run_command: RunCommand, argum
         (("--track", "wandb"), "settings", "pip install 'afield[wandb]'"),
         (("--tasks", "missing.jsonl"), "tasks", "missing.jsonl"),
         (("--transport", "files:///proc/afield"), "store", "/proc/afield"),
+        (("--transport", "files://{}/out?notify=redis://127.0.0.1:1"), "queue", "start redis-server there"),
         (("--runtime", "served=http://127.0.0.1:1"), "runtime", "no agent answers"),
     ],
 )
@@ -101,11 +102,13 @@ def test_a_broken_part_fails_its_check(
     options: tuple[str, ...],
     check: str,
     evidence: str,
+    tmp_path: Path,
     run_command: RunCommand,
     arguments: list[object],
 ) -> None:
-    code, results = diagnosed(run_command, arguments, *options, "--timeout", 30)
-    assert code == 1 and results[check]["status"] == "failed", results
+    words = [option.format(tmp_path) for option in options]
+    code, results = diagnosed(run_command, arguments, *words, "--timeout", 30)
+    assert code == 1 and bad(results) == [check], results
     assert evidence in results[check]["evidence"]
     assert check == "reach" or results["reach"]["status"] == "skipped"
 
@@ -207,6 +210,26 @@ def result_at(clock: float) -> RolloutResult:
 
 def found(results: Iterator[CheckResult], check: str) -> CheckResult:
     return next(result for result in results if result.check == check)
+
+
+def test_a_package_older_than_the_oldest_supported_version_is_found() -> None:
+    installed = {
+        "torch": "2.5.1+cpu",
+        "transformers": "5.0.0rc1",
+        "ray": "2.40",
+        "numpy": "1.26.4",
+        "moto": "4",
+    }
+    required = [
+        "torch>=2.6",
+        "torch>=2.6",
+        "transformers>=5.0",
+        "ray>=2.40.0",
+        "moto[s3,sqs]>=5.1",
+        "docker>=7",
+    ]
+    found = list(too_old([*required, "afield[train]"], lambda name: installed.get(name, "")))
+    assert found == [("moto", "4", "5.1"), ("torch", "2.5.1+cpu", "2.6")]
 
 
 def test_a_wrong_clock_is_a_warning() -> None:

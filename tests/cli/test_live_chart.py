@@ -84,6 +84,22 @@ def test_a_step_without_model_calls_prints_where_the_gateway_is(
     assert ("rollout.openai_base_url" in capsys.readouterr().out) is warned
 
 
+def test_a_step_whose_calls_were_all_refused_prints_the_refusal_once_and_not_the_address(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    screen = open_screen(tmp_path)
+    refused = {"context_length_exceeded": 24, "model_not_found": 1}
+    line = structs.replace(
+        LINE, turns_per_rollout=0.0, refused=refused, refusal="[at most] 4 tokens\nor less"
+    )
+    for step in (1, 2):
+        screen.step_done(structs.replace(line, step=step))
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.count("every model call was refused (context_length_exceeded 24, model_not_found 1):") == 1
+    assert "[at most] 4 tokens" in out and "or less" not in out
+    assert "rollout.openai_base_url" not in out
+
+
 def test_equal_failures_are_printed_once_and_others_up_to_a_bound(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,6 +96,24 @@ def test_rollouts_of_a_client_are_shown_followed_compared_and_exported(
     # A terminal without the characters of agents shows others.
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="latin-1"))
     assert main(["show", "one", "one-lamp-r0"]) == 0
+
+
+def half_failing_agent(task: dict[str, Any], rollout: afield.Context) -> float:
+    if rollout.rollout_id.endswith("-lamp-r0"):
+        raise ValueError("no lamp")
+    return yes_agent(task, rollout)
+
+
+def test_the_rollout_to_look_at_is_a_failed_one_if_there_is_one(
+    gateway: ThreadedGateway, run_command: RunCommand
+) -> None:
+    collected(gateway, "well")
+    collected(gateway, "half", half_failing_agent, retries={})
+    for name, suggested in (("well", r"well-\w+-r\d"), ("half", "half-lamp-r0")):
+        code, out, err = run_command("show", name)
+        assert code == 0, err
+        assert re.search(rf"^turns of a rollout: .*afield show {name} {suggested}$", out, re.M), out
+    assert "task/" in run_command("show", "half", "half-lamp-r0")[1]
 
 
 def test_agents_are_evaluated_at_any_endpoint(

@@ -12,6 +12,7 @@ from tests.cli.conftest import run_command
 
 import afield
 from afield import wire
+from afield.transports.stores.files import FilesTransport
 from afield.ui.app import Runs, data
 from afield.ui.run_list import RunList
 from support.client_gateway import ThreadedGateway, threaded_gateway
@@ -54,6 +55,15 @@ def test_returned_values_come_back_through_every_transport(
         result = client.submit({"id": "q", "returns": VALUES}).result(60)
     assert (result.returned, result.returned_left_out) == (VALUES, {})
     assert (result.outcome.reward, result.outcome.metrics) == (1.0, {"score": 2.0})
+
+
+def test_returned_values_come_back_through_the_gateway(tmp_path: Path) -> None:
+    outcomes = tmp_path / "outcomes"
+    with threaded_gateway(tmp_path, outlet=FilesTransport(outcomes)) as gateway:
+        with opened(gateway, runtime="process", transport=f"files://{outcomes}", deliver="gateway") as client:
+            result = client.submit({"id": "q", "returns": VALUES}).result(60)
+        assert client.info.kind == "client" and client.config.deliver == "gateway"
+    assert (result.returned, result.returned_left_out) == (VALUES, {})
 
 
 def test_values_beyond_the_limit_are_left_out_by_name(gateway: ThreadedGateway) -> None:

@@ -394,6 +394,20 @@ class AgentsContract:
             assert await anyio.to_thread.run_sync(sdk_deliver, one, record(one, 0.75))
             assert await transport.late(EXP) == [Attempt("r", 1)]
 
+    async def test_values_that_an_agent_returns_come_back_through_the_transport(
+        self, backend: Backend
+    ) -> None:
+        values = {
+            "conversation": [{"role": "user", "content": "\u6c34 \U0001f600"}],
+            "artifacts": {"n": 2**63, "share": 0.1, "none": None, "nested": [[[]]]},
+            "log": "y" * 1_000_000,
+        }
+        async with backend.transport() as transport:
+            one = invocation(**{"outcome_url": None, **transport.address(EXP)})
+            assert await anyio.to_thread.run_sync(sdk_deliver, one, record(one, extra=values))
+            standing = await transport.decision(waiting())
+        assert isinstance(standing, OutcomeRecord) and standing.extra == values
+
     async def test_of_several_processes_one_wins(self, backend: Backend) -> None:
         async with backend.transport() as transport:
             where = {"outcome_url": None, **transport.address(EXP)}

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import threading
 import types
 import urllib.request
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from afield import Context, RolloutClient
 from support.gateways import ADMIN, POLICY
 from support.pages import DOCS, PAGES, README, blocks, names, page_name
 from support.paths import ROOT
@@ -41,6 +45,7 @@ PYTHON = [
 )
 def test_python_block_runs(page: Path, code: str) -> None:
     module = types.ModuleType("documented")
+    module.__file__ = str(page)
     sys.modules["documented"] = module
     exec(compile(code, str(page), "exec"), module.__dict__)
 
@@ -91,6 +96,55 @@ def test_readme_agent_gives_rollouts_to_the_readme_program(gateway: str, tmp_pat
     assert len(lines) == 8 * len(rows.splitlines())
     assert {line.split()[0] for line in lines} == {json.loads(row)["id"] for row in rows.splitlines()}
     assert all(int(line.split()[-1]) > 0 for line in lines)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no Node.js on this machine")
+def test_an_agent_in_another_language_gives_rollouts(gateway: str, tmp_path: Path) -> None:
+    page = DOCS / "how-to" / "own-environment.md"
+    (tmp_path / "agent.py").write_text(blocks(page, "python")[0])
+    (tmp_path / "agent.mjs").write_text(blocks(page, "javascript")[0])
+    names = {"gateway": gateway, "admin_key": ADMIN, "directory": tmp_path / "run", "workers": 1}
+    with RolloutClient.open(agent=f"{tmp_path / 'agent.py'}:agent", **names) as client:
+        finished = client.submit({"question": "Is it?", "answer": ""}).result(60)
+    assert (finished.outcome.reward, len(finished.turns)) == (1.0, 1), finished.outcome.failure
+
+
+class EmptyReply(BaseHTTPRequestHandler):
+    """Model server whose message has no content, as when a model only calls tools."""
+
+    def do_POST(self) -> None:
+        message = {"role": "assistant", "content": None}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        reply = {"id": "c", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+        body = json.dumps(reply).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("page", [README, DOCS / "how-to" / "agent.md", DOCS / "tutorial.md"], ids=page_name)
+def test_a_message_without_content_is_a_wrong_answer(page: Path) -> None:
+    code = next(block for block in blocks(page, "python") if "def agent(" in block)
+    module = types.ModuleType("documented_agent")
+    exec(compile(code, str(page), "exec"), module.__dict__)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), EmptyReply)
+    serving = threading.Thread(target=server.serve_forever)
+    serving.start()
+    try:
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        ids = dict.fromkeys(("session_id", "rollout_id", "group_id", "input_id", "exp_id", "model_id"), "m")
+        rollout = Context(base_url=url, openai_base_url=f"{url}/v1", api_key="k", attempt=1, **ids)
+        task = {"question": "?", "answer": "yes", "shop": {}}
+        assert module.__dict__["agent"](task, rollout) == 0.0
+    finally:
+        server.shutdown()
+        serving.join(30)
+        server.server_close()
 
 
 def test_readme_commands_train_and_show_a_run(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import runpy
-import shlex
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from afield.cli.main import parser
 from afield.harbor import server as harbor_server
 from afield.sdk import serve
-from support.pages import DOCS, PAGES, blocks, page_name
+from support.pages import DOCS, PAGES, page_name, shell_commands
 from support.paths import ROOT
 
 
@@ -63,10 +62,12 @@ FOREIGN_OPTIONS = {
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_afield_commands_parse(page: Path) -> None:
-    for line in "\n".join(blocks(page, "console")).splitlines():
-        command = re.match(r"\$ (?:\w+=\S+ )*(?:\.venv/bin/)?afield (.*)", line)
-        if command and "--help" not in line:
-            parser().parse_args(shlex.split(command[1], comments=True))
+    for words in shell_commands(page):
+        # An image's command is `afield`.
+        runs_image = words[:2] == ["podman", "run"] and "--entrypoint" not in words
+        start = words.index("localhost/afield") if runs_image and "localhost/afield" in words else 0
+        if words[start].rpartition("/")[2] == "afield" and not {"--help", "--version"} & set(words):
+            parser().parse_args(words[start + 1 :])
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.is_relative_to(DOCS)], ids=page_name)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from afield.utils.columns import unpack
 from support.pages import DOCS
 from support.paths import ROOT
 
@@ -58,14 +59,45 @@ def open_pages(folder: Path, command: str) -> None:
         assert process.stdout is not None
         address = next(found[0] for line in process.stdout if (found := re.search(r"http://\S+", line)))
         base, _, key = address.partition("/?key=")
-        request = urllib.request.Request(f"{base}/api/runs", headers={"Authorization": f"Bearer {key}"})
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            runs = {one["run"]: one for one in json.load(answer)["runs"]}
-        assert {"before", "shop", "after"} <= set(runs)
+
+        def get(path: str) -> bytes:
+            headers = {"Authorization": f"Bearer {key}"}
+            with urllib.request.urlopen(
+                urllib.request.Request(f"{base}/api/runs{path}", headers=headers), timeout=60
+            ) as answer:
+                return answer.read()
+
+        assert {"before", "shop", "after"} <= {one["run"] for one in json.loads(get(""))["runs"]}
+        shop = json.loads(get("/shop"))
+        assert [line["step"] for line in shop["metrics"]] == list(range(1, 21))
+        assert shop["exactness"]["logprob_diff_max"]["all"] < 1e-3
+        rollouts = json.loads(get("/shop/rollouts?limit=5000"))["rollouts"]
+        assert len(rollouts) == 20 * 8 * 16
+        lowest = next(row for row in rollouts if row["reward"] == 0)
+        page = json.loads(get(f"/shop/rollouts/{lowest['id']}"))
+        assert (page["reward"], page["recorded"]) == (0.0, True) and page["turns"]
+        header, columns = unpack(get(f"/shop/tokens/{lowest['id']}"))
+        assert header["total"] == page["tokens"] == len(columns["logprob"]) and "entropy" in columns
+        group = json.loads(get(f"/shop/groups/{lowest['group_id']}"))
+        assert len(group["attempts"]) == 16
+        assert any(0 < one["shared"] < one["tokens"] for one in group["attempts"])
     finally:
         process.terminate()
         process.wait(30)
         process.stdout.close()
+
+
+def check_output(command: str, output: str) -> None:
+    """What the page says about wrong answers."""
+    if command.endswith("--limit 5"):
+        header, *rows = (line.split("\t") for line in output.splitlines())
+        assert [float(row[header.index("reward")]) for row in rows] == [0.0] * 5
+    elif " show before " in command:  # with a rollout: the list is above
+        assert "\nreward   0.0" in output and "    calls get_" in output and "[tool]" in output
+    elif command.endswith("why before"):
+        assert "nothing found; checked:" in output
+        for stage in ("infrastructure", "generation", "logprobs", "advantage", "reward"):
+            assert stage in output
 
 
 def test_the_tutorial_trains_and_explains_an_agent(tmp_path: Path) -> None:
@@ -80,8 +112,10 @@ def test_the_tutorial_trains_and_explains_an_agent(tmp_path: Path) -> None:
             open_pages(tmp_path, content)
         elif content != INSTALL:
             if "ROLLOUT" in content:
+                assert done[-1].endswith("--limit 5")
                 content = content.replace("ROLLOUT", output.splitlines()[1].split("\t")[2])
             output = run(tmp_path, content)
+            check_output(content, output)
         done.append(content)
     assert INSTALL in done
     before, after = (

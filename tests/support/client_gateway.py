@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +79,15 @@ class ThreadedGateway:
 
 @contextmanager
 def threaded_gateway(
-    root: Path, model: Path = POLICY, *, path_keys: bool = False
+    root: Path, model: Path = POLICY, *, path_keys: bool = False, outlet: Transport | None = None
 ) -> Iterator[ThreadedGateway]:
+    """Serve a gateway in a thread; it forwards outcomes to `outlet`."""
     engine = ScriptedEngine(lambda _: YES)
     with (
         start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(outlet) if outlet else nullcontext(),
         portal.wrap_async_context_manager(
-            running(engine, root / "gateway", model, path_keys=path_keys)
+            running(engine, root / "gateway", model, path_keys=path_keys, outlet=outlet)
         ) as up,
     ):
         yield ThreadedGateway(portal, up, root)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 from support.paths import ROOT
@@ -21,6 +22,28 @@ def page_name(page: Path) -> str:
 def blocks(page: Path, language: str) -> list[str]:
     """Code blocks of a language, in order."""
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.S)
+
+
+def shell_commands(page: Path) -> list[list[str]]:
+    """Words of the commands in shell blocks and console lines, without the variables set before them."""
+    typed = [re.findall(r"^\$ (.*)$", _joined(block), re.M) for block in blocks(page, "console")]
+    scripts = [_joined(block) for language in ("bash", "sh") for block in blocks(page, language)]
+    commands: list[list[str]] = []
+    for line in [*(line for lines in typed for line in lines), *scripts]:
+        words = shlex.shlex(line, posix=True, punctuation_chars=";|&\n")
+        words.whitespace, words.whitespace_split = " \t", True
+        commands.append([])
+        for word in words:
+            if not set(word) - set(";|&\n"):
+                commands.append([])
+            elif commands[-1] or not re.match(r"\w+=", word):
+                commands[-1].append(word)
+    return [words for words in commands if words]
+
+
+def _joined(block: str) -> str:
+    """Text of a block with each continued line in one."""
+    return re.sub(r"\\\n *", "", block)
 
 
 def section(page: Path, heading: str) -> str:

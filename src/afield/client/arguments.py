@@ -29,6 +29,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 Agent = str | Callable[..., Any]
 DEFAULTS: dict[str, Any] = {
     "model_id": "policy",
+    "python": "",
     "workers": 2,
     "process_per_rollout": False,
     "verifier": "",
@@ -64,6 +65,9 @@ class OpenArguments(TypedDict, total=False):
     model_id: str
     """Model name that agents send with each call; by default policy. An endpoint needs the name of its
     model."""
+    python: str | Path
+    """Python interpreter of the agent's own virtualenv, in which afield is installed; by default this one.
+    For the runtimes process and sandbox."""
     workers: int
     """Agent processes of the runtime process; by default 2."""
     process_per_rollout: bool

@@ -42,6 +42,7 @@ def client(
     exp_id: str | None = None,
     directory: str | Path | None = None,
     model_id: str = "policy",
+    python: str | Path = "",
     workers: int = 2,
     process_per_rollout: bool = False,
     verifier: str = "",
@@ -76,6 +77,7 @@ def client(
     exp_id = exp_id or f"exp-{time.strftime('%Y%m%d-%H%M%S')}-{uuid4().hex[:6]}"
     run = RunDirectory(Path(directory) if directory else environment.runs / exp_id)
     process_settings = {
+        "python": str(Path(python).absolute()) if python else "",
         "workers": workers,
         "process_per_rollout": process_per_rollout,
         "verifier": absolute_target(verifier, Path.cwd()),

@@ -17,7 +17,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -50,6 +50,8 @@ NEEDED = (
 SKEW_S = 2.0
 """Difference of clocks that is reported, in seconds."""
 PACKAGES = ("msgspec", "aiohttp", "torch", "transformers", "vllm", "sglang", "ray", "boto3", "openai")
+MINIMUM = re.compile(r"([\w-]+)(?:\[[^\]]*\])?>=([\d.]+)")
+"""A requirement with an oldest version."""
 REMEDIES = (
     (
         r"does not answer|Connection refused|Cannot connect|connect call failed",
@@ -108,7 +110,7 @@ class Doctor:
             ("queue", ("settings", "store"), self._queue),
             ("gateway", (), self._gateway),
             ("engine", ("model",), self._engine),
-            ("runtime", ("settings", "store"), self._runtime),
+            ("runtime", ("settings", "store", "queue"), self._runtime),
             ("reach", NEEDED, self._reach),
         )
         for name, needs, check in checks:
@@ -147,6 +149,9 @@ class Doctor:
         versions = {name: version for name in PACKAGES if (version := _version(name))}
         listed = ", ".join(f"{name} {version}" for name, version in versions.items())
         yield ok("versions", f"afield {__version__}, Python {platform.python_version()}, {listed}")
+        for name, version, oldest in too_old(_requirements(), _version):
+            evidence = f"{name} {version} is older than {oldest}, the oldest that afield supports"
+            yield warning("versions", evidence, f"pip install '{name}>={oldest}'")
 
     def _settings(self) -> Iterator[CheckResult]:
         config = self._config
@@ -238,8 +243,13 @@ class Doctor:
     # --- services ----------------------------------------------------------------------------------
 
     async def _store(self) -> Iterator[CheckResult]:
+        from afield.transports.stores.memory import MemoryNotifier
+        from afield.transports.transport import StoreTransport
+
         with tempfile.TemporaryDirectory() as folder:
-            async with factory.transport(self._config, RunDirectory(Path(folder) / "run")) as transport:
+            whole = factory.transport(self._config, RunDirectory(Path(folder) / "run"))
+            assert isinstance(whole, StoreTransport)
+            async with StoreTransport(whole.store, MemoryNotifier()) as transport:
                 began = time.monotonic()
                 await transport.decision(_probe_attempt())
                 seconds = time.monotonic() - began
@@ -445,6 +455,30 @@ def remedy_of(text: str) -> str:
     if ";" in text:  # what to do follows the error
         return ""
     return next((remedy for pattern, remedy in REMEDIES if re.search(pattern, text)), "")
+
+
+def too_old(requirements: Iterable[str], version_of: Callable[[str], str]) -> Iterator[tuple[str, str, str]]:
+    """Name, version and oldest supported version of installed packages below a `NAME>=VERSION`."""
+    for requirement in sorted(set(requirements)):
+        match = MINIMUM.match(requirement)
+        version = version_of(match[1]) if match else ""
+        if match and version and _numbers(version) < _numbers(match[2]):
+            yield match[1], version, match[2]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Leading numbers of a version, without zeros at the end: 2.6 is 2.6.0."""
+    leading = re.match(r"\d+(?:\.\d+)*", version)
+    text = re.sub(r"(?:\.0+)+$", "", leading[0]) if leading else "0"
+    return tuple(map(int, text.split(".")))
+
+
+def _requirements() -> list[str]:
+    """Requirements of afield and its extras; empty if it is not installed as a package."""
+    try:
+        return [text.partition(";")[0] for text in importlib.metadata.requires("afield") or ()]
+    except importlib.metadata.PackageNotFoundError:
+        return []
 
 
 def _version(name: str) -> str:

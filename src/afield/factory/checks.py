@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from afield import harnesses
+from afield import __version__, harnesses
 from afield.errors import UsageError
 from afield.factory.gateway import chat_tokenizer
 from afield.factory.harnesses import check_harbor_tasks, check_harness
@@ -36,9 +36,10 @@ from afield.factory.runs import rollout_config, transport
 from afield.factory.runtimes import addresses
 from afield.factory.telemetry import traces_wanted
 from afield.orchestrator.state import RunDirectory
-from afield.settings.environment import Environment
+from afield.settings.environment import Environment, agent_environment
 from afield.settings.train import TrainConfig
 from afield.types import HIDDEN_FIELD, Task
+from afield.utils.interpreter import check_interpreter
 
 log = logging.getLogger(__name__)
 UNPROTECTED = {"process": "as your own user", "inline": "in this process", "ray": "as the user of its node"}
@@ -102,6 +103,8 @@ def check_runtime(config: TrainConfig) -> None:
     if config.reward_function:
         check_target("reward function", config.reward_function)
     check_harness(config)
+    if config.python:
+        check_interpreter(config.python, __version__, agent_environment())
 
 
 def _check_image(name: str, config: TrainConfig, argument: str) -> None:

@@ -46,6 +46,7 @@ def verifier_runtime(config: TrainConfig, run: RunDirectory, transport: Transpor
         process_per_rollout=True,
         workers=1,
         verifier="",
+        python="",
         deliver="auto",
     )
     home = RunDirectory(run.path / "verifiers")
@@ -109,6 +110,7 @@ def _runtime(config: TrainConfig, run: RunDirectory, transport: Transport, prefi
             log_dir=run.logs,
             env={**agent_environment(), **program_variable(harness)},
             outcome_root=_outcome_root(config, run),
+            python=config.python,
         )
     options = getattr(config, name)
     if argument:
@@ -117,7 +119,14 @@ def _runtime(config: TrainConfig, run: RunDirectory, transport: Transport, prefi
         options = runtime_options(harness, config.agent, name, options)
     if name == "sandbox":
         hidden = hidden_files(config)
-        return backend(config.agent, options, log_dir=run.logs, hidden=hidden, environments=environments())
+        return backend(
+            config.agent,
+            options,
+            log_dir=run.logs,
+            hidden=hidden,
+            environments=environments(),
+            python=config.python,
+        )
     if name == "agentcore":
         return backend(options, name=prefix, session_table=run.path / "agentcore.sqlite")
     agent = (config.agent,) if RUNTIMES[name].takes_agent else ()

@@ -10,11 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.machinery
-import json
 import os
 import shutil
 import stat
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +20,7 @@ from pathlib import Path
 from afield.errors import UsageError
 from afield.local_sandbox.imports import Closure, import_closure
 from afield.local_sandbox.messages import BwrapArgs, Program
+from afield.utils.interpreter import Interpreter, inspect_interpreter
 
 WORK = "/work"
 # Writable directories, separate for each sandbox. Mounts below them stay visible.
@@ -31,7 +30,6 @@ LAYERS = "/.layers"
 STAGE = "/.stage"
 HIDDEN_PROC = "/.hidden"
 EMPTY = "/.empty"
-PYTHON = (sys.prefix, sys.base_prefix)
 # Files that mark a directory as afield's own state, which is always hidden.
 STATE_FILES = ("gateway.sqlite", "hints.sqlite", "run_state.sqlite", "run.json")
 LINKED = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -66,22 +64,28 @@ async def bwrap_args(program: Program, directory: Path) -> BwrapArgs:
 
     Raises UsageError if bubblewrap, the agent or a mount does not exist.
     """
-    return _build(program, directory, await asyncio.to_thread(_python_path))
+    return _build(program, directory, await asyncio.to_thread(inspect_interpreter, interpreter(program)))
 
 
-def _build(program: Program, directory: Path, path: list[str]) -> BwrapArgs:
+def interpreter(program: Program) -> str:
+    """Python interpreter of a program."""
+    return program.python or sys.executable
+
+
+def _build(program: Program, directory: Path, python: Interpreter) -> BwrapArgs:
     bubblewrap = shutil.which("bwrap")
     if bubblewrap is None:
         raise UsageError(
             "the sandbox needs bubblewrap, and there is no bwrap on PATH: apt-get install bubblewrap;"
             ' to run agents as plain processes instead, set without_bubblewrap = "process"'
         )
+    path = [place for place in python.path if place and Path(place).exists()]
     agent, more = _agent(program, path)
     path = [*more, *path]
-    paths = [*PYTHON, *path, *agent, *program.mounts]
+    paths = [*python.prefixes, *path, *agent, *program.mounts]
     mounts = _outermost(paths)
     folders = _folders(agent, mounts)
-    sealed = [place for place in mounts if Path(place).is_dir() and place not in _outermost(PYTHON)]
+    sealed = [place for place in mounts if Path(place).is_dir() and place not in _outermost(python.prefixes)]
     for place in program.mounts:
         if not Path(place).exists():
             raise UsageError(
@@ -106,7 +110,7 @@ def _build(program: Program, directory: Path, path: list[str]) -> BwrapArgs:
     if program.layers:
         command += ["--ro-bind", str(Path(program.layers).resolve()), LAYERS]
     command += ["--remount-ro", "/", "--chdir", WORK, "--"]
-    command += [sys.executable, "-I", "-u", "-c", RUN.replace("{path!r}", repr(path))]
+    command += [python.executable, "-I", "-u", "-c", RUN.replace("{path!r}", repr(path))]
     mounted = _outermost((*mounts, *folders))
     return BwrapArgs(tuple(command), tuple(mounted), tuple(sealed), tuple(hidden))
 
@@ -140,7 +144,7 @@ def _cover_args(hidden: Sequence[str], sockets: Iterable[str]) -> list[str]:
 
 def environment(program: Program) -> dict[str, str]:
     """Environment of sandboxed programs: basic variables and the program's own, none of this process."""
-    path = f"{Path(sys.executable).parent}:{PATH}"
+    path = f"{Path(interpreter(program)).parent}:{PATH}"
     return {
         "PATH": path,
         "HOME": WORK,
@@ -237,17 +241,6 @@ def _closure(file: Path, hidden: Iterable[str]) -> Closure:
                 " move code that both need into a third module"
             )
     return closure
-
-
-def _python_path() -> list[str]:
-    """sys.path of this Python without the directory of the running script."""
-    code = "import json, sys; print(json.dumps(sys.path))"
-    run = subprocess.run([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, check=True)
-    return _existing(json.loads(run.stdout))
-
-
-def _existing(places: Iterable[str]) -> list[str]:
-    return [place for place in places if place and Path(place).exists()]
 
 
 def _outermost(places: Iterable[str]) -> list[str]:

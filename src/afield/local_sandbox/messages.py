@@ -49,6 +49,8 @@ class Program(Struct, frozen=True, kw_only=True):
     """
     argv: tuple[str, ...] = ()
     """Command line; the command serves `port` itself."""
+    python: str = ""
+    """Python interpreter, whose environment is visible; empty is the controller's own."""
     warm: tuple[str, ...] = ()
     """Names of further modules that the fork parent imports."""
     env: Mapping[str, str] = field(default_factory=dict)

@@ -59,12 +59,14 @@ def worker_command(
     env_drop: Sequence[str],
     timeout_s: float,
     outcome_root: Path = Path("/"),
+    python: str = "",
 ) -> WorkerCommand:
     """Build the command that serves `target`.
 
-    `env` None inherits this process's environment; `env_drop` lists variables to remove from it.
+    `python` is the interpreter; empty is this process's. `env` None inherits this process's environment;
+    `env_drop` lists variables to remove from it.
     """
-    serve = (sys.executable, "-u", "-m", "afield.sdk.serve", target, "--watch-stdin")
+    serve = (python or sys.executable, "-u", "-m", "afield.sdk.serve", target, "--watch-stdin")
     serve += ("--outcome-root", str(outcome_root), "--ready-fd")
     key = fresh_key()
     if env is not None:
@@ -243,8 +245,9 @@ class ProcessRuntime(BaseRuntime):
     """Runs agents in processes of this machine.
 
     `target` is a target of `afield.sdk.serve`: `path/to/file.py:name` or `package.module:name`. `concurrency`
-    limits the attempts per worker or, with `fresh`, the number of processes; None means no limit. `env` None
-    inherits this process's environment. Workers accept only requests signed by this runtime, and write
+    limits the attempts per worker or, with `fresh`, the number of processes; None means no limit. `python` is
+    the interpreter of the agent's environment; empty is this process's. `env` None inherits this process's
+    environment. Workers accept only requests signed by this runtime, and write
     `file:` outcomes only below `outcome_root`.
     """
 
@@ -260,6 +263,7 @@ class ProcessRuntime(BaseRuntime):
         env_drop: Sequence[str] = ("AFIELD_ADMIN_KEY",),
         concurrency: int | None = None,
         outcome_root: Path = Path("/"),
+        python: str = "",
         poll_s: float = 0.1,
     ) -> None:
         if workers < 1:
@@ -268,7 +272,7 @@ class ProcessRuntime(BaseRuntime):
             raise ValueError(f"concurrency {concurrency} must be at least 1, or None for no bound")
         super().__init__()
         self._target = target
-        self._command = worker_command(target, env, env_drop, start_timeout_s, outcome_root)
+        self._command = worker_command(target, env, env_drop, start_timeout_s, outcome_root, python)
         self._log_dir = log_dir
         self._size = 0 if fresh else workers
         self._fresh = fresh

@@ -66,7 +66,8 @@ class SandboxRuntime(BaseRuntime):
     `target` is a target of `afield.sdk.serve`: `path/to/file.py:name` or `package.module:name`. Each attempt
     logs to `log_dir/SESSION_ID.log`. The agent sees its file, the modules and packages next to it that it
     imports, and `options.mounts`; it never sees `log_dir`, the run directory or `hidden`. A task whose row
-    has an `environment` runs in the layer that `environments` builds for it.
+    has an `environment` runs in the layer that `environments` builds for it. `python` is the interpreter of
+    the agent's environment; empty is this process's.
     """
 
     def __init__(
@@ -77,12 +78,14 @@ class SandboxRuntime(BaseRuntime):
         log_dir: Path,
         hidden: Sequence[str] = (),
         environments: LayerSource | None = None,
+        python: str = "",
         start_timeout_s: float = 60.0,
     ) -> None:
         super().__init__()
         self._target = target
         self._hidden = tuple(hidden)
         self._environments = environments
+        self._python = python
         self._layers: dict[str, Layer] = {}
         self._options = options
         self._allow = tuple(address(text) for text in options.allow)
@@ -177,6 +180,7 @@ class SandboxRuntime(BaseRuntime):
             target, hidden = resolve_target(self._target, self._log_dir)
             program = Program(
                 target=target,
+                python=self._python,
                 env=options.env,
                 mounts=options.mounts,
                 hidden=(*hidden, *self._hidden),

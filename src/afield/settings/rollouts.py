@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import field
 
 from afield.settings.fields import (
+    PATH,
     RESUMABLE,
     Count,
     CountOrZero,
@@ -43,6 +44,9 @@ class AgentSettings(SettingsGroup, frozen=True, kw_only=True):
     transport: Annotated[str, Metavar("SPEC")] = "files"
     """Store through which outcomes of agents reach the run: files, memory, or an address such as
     s3://BUCKET?sqs=URL."""
+    python: Annotated[str, Metavar("PATH"), PATH, RESUMABLE] = ""
+    """Python interpreter of the agent's own virtualenv, in which afield is installed; empty is this one. For
+    the runtimes process and sandbox."""
     workers: Annotated[Count, RESUMABLE] = 2
     """Agent processes that the runtime `process` starts; the rollouts share them."""
     process_per_rollout: bool = False

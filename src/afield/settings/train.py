@@ -61,6 +61,8 @@ from afield.types import Sampling, check_id
 
 NO_FILES = ("sandbox",)
 """Runtimes whose agents reach the gateway and nothing else."""
+WITH_PYTHON = ("process", "sandbox")
+"""Runtimes that start the interpreter of `python`."""
 REMOTE = ("container", "agentcore", "kubernetes", "ray")
 """Runtimes whose agents do not see this machine's files."""
 FULL_LR, LORA_LR = 1e-6, 1e-5
@@ -379,6 +381,11 @@ class TrainConfig(
         if self.deliver == "store" and self.runtime_name in NO_FILES:
             raise ValueError(
                 f"agents in a {self.runtime_name} cannot reach the store; leave deliver out, or use 'gateway'"
+            )
+        if self.python and self.runtime_name not in WITH_PYTHON:
+            raise ValueError(
+                f"python = {self.python!r} is for the runtimes {' and '.join(WITH_PYTHON)}, not"
+                f" {self.runtime_name}; leave it out"
             )
         if self.gateway_url and not (self.gateway_port or self.gateway):
             raise ValueError(

@@ -72,6 +72,7 @@ def client(run: VerlRun, gateway: GatewayConnection, part: str = "") -> RolloutC
         transport=settings.transport,
         exp_id=f"{trainer.name}.{part}" if part else trainer.name,
         directory=folder / part if part else folder,
+        python=settings.python,
         workers=settings.workers,
         process_per_rollout=settings.process_per_rollout,
         rate_limits=limits,
