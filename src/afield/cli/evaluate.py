@@ -22,7 +22,7 @@ from afield.cli import compare
 from afield.cli.flags import add_config_arguments, add_flags, flag_values
 from afield.cli.report import me, short
 from afield.cli.tables import print_table, printable
-from afield.cli.train import named, save_config, saved_config
+from afield.cli.train import add_agent_arguments, choose_agent, named, save_config, saved_config
 from afield.datasets import read_tasks
 from afield.errors import AfieldError, NoRewards, UsageError
 from afield.evaluation import EvalSummary, evaluate, summarize
@@ -54,14 +54,12 @@ def add(commands: Any) -> None:
     command = commands.add_parser(
         "eval",
         help="evaluate an agent",
-        usage="afield eval FILE.py:NAME --tasks FILE [--model DIR | --gateway URL | --endpoint URL]",
-        description="Attempt tasks with an agent, without training, and print mean reward and pass@k with"
-        " 95 % confidence intervals clustered by task. Attempts without a reward, such as infrastructure"
-        " failures, are left out and counted.",
+        usage="afield eval AGENT --tasks FILE [--model DIR | --gateway URL | --endpoint URL]",
+        description="Attempt tasks with your agent, or a ready harness, without training, and print mean"
+        " reward and pass@k with 95 % confidence intervals clustered by task. Attempts without a reward, such"
+        " as infrastructure failures, are left out and counted.",
     )
-    command.add_argument(
-        "agent", nargs="?", metavar="FILE.py:NAME", help="agent to evaluate; or package.module:NAME"
-    )
+    add_agent_arguments(command, "evaluate")
     command.add_argument("--tasks", metavar="FILE", help="tasks, in the formats of afield train")
     command.add_argument(
         "--model", metavar="DIR", help="model directory to serve; with --endpoint, the model's name there"
@@ -93,6 +91,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    choose_agent(args)
     environment = Environment.read()
     stamp = time.strftime("%Y%m%d-%H%M%S")
     run_path = RunDirectory(environment.runs / (named(args) or f"eval-{stamp}-{secrets.token_hex(2)}"))
@@ -192,8 +191,7 @@ def prepare(
             )
     else:
         endpoint = args.endpoint or ""
-        config = new_config(args, values)
-        tasks = read_tasks(Path(config.tasks))
+        config, tasks = new_config(args, values)
     check(config, endpoint, environment)
     info = RunInfo(
         kind="eval",
@@ -230,7 +228,10 @@ def settings_given(args: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
-def new_config(args: argparse.Namespace, values: dict[str, Any]) -> TrainConfig:
+def new_config(args: argparse.Namespace, values: dict[str, Any]) -> tuple[TrainConfig, list[Task]]:
+    """Settings and tasks of a new evaluation."""
+    from afield import factory
+
     file = from_file(args.config, TrainConfig, "train") if args.config else {}
     values = merged(file, values)
     if not values.get("tasks"):
@@ -241,10 +242,16 @@ def new_config(args: argparse.Namespace, values: dict[str, Any]) -> TrainConfig:
         raise UsageError("--endpoint needs the name of the model there: --model NAME")
     if not values.get("model") and values.get("gateway"):
         values["model"] = "policy"
-    config = build({**values, "freeze_weights": True, "epochs": None, "quorum": 1}, "the command line")
+    fixed = {"freeze_weights": True, "epochs": None, "quorum": 1}
+    config = build(merged(factory.agent_defaults(values), values) | fixed, "the command line")
     # The ids of a validation before training, so that both sample alike; shared gateways need others.
     shared = config.gateway or "://" in config.outcomes or config.runtime_name in REMOTE
-    return config if shared or config.exp_id else structs.replace(config, exp_id="train")
+    if not shared and not config.exp_id:
+        config = structs.replace(config, exp_id="train")
+    tasks = read_tasks(Path(config.tasks))
+    if "attempt_timeout_s" not in values:
+        config = structs.replace(config, attempt_timeout_s=factory.attempt_timeout(config, tasks))
+    return config, tasks
 
 
 def continued(run: RunDirectory, values: dict[str, Any]) -> TrainConfig:
