@@ -80,8 +80,8 @@ def test_an_evaluation_is_summarized_shown_compared_and_continued(
         *arguments(tmp_path, "-k", 2, "--run", "after", "--exp-id", "other", "--compare", "before")
     )
     assert code == 0, err
-    assert "paired t-test by task" in out
-    table = [line.split("\t") for line in out.splitlines() if "\t" in line]
+    assert "paired t-test by task" in err
+    table = [line.split("\t") for line in out.splitlines()]
     assert table[0][:4] == ["task", "attempts", "passed", "reward"]
     assert [row[0] for row in table[1:]] == ["q0", "q1", "q2", "q3"]
 
@@ -256,8 +256,8 @@ def test_more_attempts_than_asked_for_all_count(tmp_path: Path, run_command: Run
     result = json.loads(out)
     assert (code, result["attempts"], result["requested"]) == (0, 12, 12), err
     assert list(result["pass_at"]) == ["1", "2", "3"]
-    out = run_command("eval", "--run", "e", "-k", 1)[1]
-    assert "12 of 12 attempts of 4 tasks count; left out 0" in out
+    err = run_command("eval", "--run", "e", "-k", 1)[2]
+    assert "12 of 12 attempts of 4 tasks count; left out 0" in err
 
 
 @pytest.mark.parametrize(
@@ -291,13 +291,13 @@ def test_an_evaluation_without_rewards_at_common_tasks_is_reported_all_the_same(
     assert run_command(*arguments(tmp_path, "--run", "before"))[0] == 0
     rows = [{**ROWS[0], "fails": "infrastructure"}, {"id": "new", "question": "?", "skill": 1.0}]
     words = arguments(tmp_path, "--run", "some", "--compare", "before", *never, rows=rows)
-    code, out, err = run_command(*words)
+    code, _, err = run_command(*words)
     assert code == 0, err
-    assert "mean reward 1.000" in out and "not compared with before" in out
+    assert "mean reward 1.000" in err and "not compared with before" in err
     words = arguments(tmp_path, "--run", "none", "--compare", "before", *never, rows=rows[:1])
-    code, out, err = run_command(*words)
+    code, _, err = run_command(*words)
     assert code == 1 and "no attempt has a reward" in err
-    assert "0 of 1 attempts of 0 tasks count" in out
+    assert "0 of 1 attempts of 0 tasks count" in err
 
 
 def test_an_evaluation_is_not_continued_with_other_tasks(tmp_path: Path, run_command: RunCommand) -> None:

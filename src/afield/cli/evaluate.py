@@ -21,7 +21,7 @@ from msgspec import structs
 from afield.cli import compare
 from afield.cli.flags import add_config_arguments, add_flags, flag_values
 from afield.cli.report import me, short
-from afield.cli.tables import print_table, printable
+from afield.cli.tables import print_note, print_table, printable
 from afield.cli.train import add_agent_arguments, choose_agent, named, save_config, saved_config
 from afield.datasets import read_tasks
 from afield.errors import AfieldError, NoRewards, UsageError
@@ -31,9 +31,9 @@ from afield.settings.environment import Environment
 from afield.settings.train import REMOTE, RESUMABLE_KEYS, LearningSettings, TrainConfig, build
 from afield.settings.values import assigned, from_file, merged, with_paths
 from afield.tracking import Tracking, describe_failures, read_states
-from afield.types import Outcome, Rollout, RolloutResult, Task
+from afield.types import Outcome, Rollout, RolloutResult, Split, Task
 from afield.utils.durable_files import write_whole
-from afield.utils.statistics import Estimate
+from afield.utils.statistics import Estimate, paired_difference
 
 COLUMNS = ("task", "attempts", "passed", "reward", "left_out", "seconds", "question")
 UNUSED = (
@@ -132,14 +132,17 @@ def rewards_to_compare(other: RunDirectory, tasks: list[Task]) -> compare.Reward
     """Rewards of the other run by task; raises UsageError if nothing could be compared."""
     with other.index as index:
         index.refresh()
-        split = "val" if compare.has_split(other, "val") else "train"
-        rewards = compare.rewards_of(other, split)
-    if not rewards.keys() & {task.id for task in tasks}:
+        found = compare.rewards_by_split(other)
+    own = {str(Split.VAL): {task.id: [] for task in tasks}}
+    try:
+        _, split = compare.comparable_splits(own, found)
+    except UsageError:
+        number = len({task for rewards in found.values() for task in rewards})
         raise UsageError(
-            f"--compare {other.id}: its {len(rewards)} tasks with rewards have other ids than these"
+            f"--compare {other.id}: its {number} tasks with rewards have other ids than these"
             f" {len(tasks)}, such as {tasks[0].id!r}; compare with a run on the same tasks"
-        )
-    return rewards
+        ) from None
+    return found[split]
 
 
 async def _evaluate(
@@ -328,7 +331,7 @@ def report(
     if baseline is not None:
         rewards = compare.rewards_of(run, "val") if summary.reward else {}
         if any(task in baseline for task in rewards):
-            difference = compare.compared(rewards, baseline)
+            difference = paired_difference(rewards, baseline)
     if args.json:
         result = msgspec.to_builtins(summary)
         result["reward"] = summary.reward._asdict() if summary.reward else None
@@ -338,12 +341,12 @@ def report(
         print(json.dumps(result))
     else:
         print_table(map(msgspec.to_builtins, summary.by_task), COLUMNS)
-        print(describe(summary))
+        print_note(describe(summary))
         if difference is not None and other is not None:
-            print(f"compared with {other.id}: {compare.describe(difference)}")
+            print_note(f"compared with {other.id}: {compare.describe(difference)}")
         elif other is not None:
-            print(f"not compared with {other.id}: no attempt at a common task has a reward")
-        print(f"details: {me()} show {run.id} --rollouts")
+            print_note(f"not compared with {other.id}: no attempt at a common task has a reward")
+        print_note(f"details: {me()} show {run.id} --rollouts")
     if summary.reward is None:
         raise NoRewards(f"no attempt has a reward; left out: {summary.left_out}; see {me()} show {run.id}")
     if args.min is not None and summary.reward.mean < args.min:
