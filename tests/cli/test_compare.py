@@ -51,3 +51,18 @@ def test_a_pipe_gets_the_table_alone(tmp_path: Path, run_command: RunCommand) ->
     assert code == 0
     assert [line.split("\t")[0] for line in out.splitlines()] == ["task", "b", "a"]
     assert "first   one: mean reward 1.000" in err and "difference +0.750" in err
+
+
+def test_costs_are_shown_by_all_commands_that_list_runs(tmp_path: Path, run_command: RunCommand) -> None:
+    write_run(tmp_path / "runs/one", "eval", val=GOOD, prices={"sampled_price": 1e6})
+    write_run(tmp_path / "runs/two", "eval", val=BAD)
+    assert "cost     6, 2 per rollout, 2 per success" in run_command("show", "one")[1]
+    assert "\ncost " not in run_command("show", "two")[1]
+    assert json.loads(run_command("show", "one", "--json")[1])["cost"]["per_success"] == 2.0
+    lines = [json.loads(line) for line in run_command("runs", "--json")[1].splitlines()]
+    assert {line["run"]: line["cost"] and line["cost"]["total"] for line in lines} == {
+        "one": 6.0,
+        "two": None,
+    }
+    costs = json.loads(run_command("compare", "one", "two", "--json")[1])["costs"]
+    assert costs[0]["total"] == 6.0 and costs[1] is None

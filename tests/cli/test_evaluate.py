@@ -252,12 +252,13 @@ def test_invalid_options_are_refused_and_leave_no_run(
 def test_more_attempts_than_asked_for_all_count(tmp_path: Path, run_command: RunCommand) -> None:
     code, _, err = run_command(*arguments(tmp_path, "-k", 3, "--run", "e", "--json"))
     assert code == 0, err
-    code, out, err = run_command("eval", "--run", "e", "-k", 2, "--json")
+    code, out, err = run_command("eval", "--run", "e", "-k", 2, "--prompt-price", 3e6, "--json")
     result = json.loads(out)
+    assert result["cost"]["total"] == 3 * result["cost"]["prompt_tokens"] > 0
     assert (code, result["attempts"], result["requested"]) == (0, 12, 12), err
     assert list(result["pass_at"]) == ["1", "2", "3"]
     err = run_command("eval", "--run", "e", "-k", 1)[2]
-    assert "12 of 12 attempts of 4 tasks count; left out 0" in err
+    assert "12 of 12 attempts of 4 tasks count; left out 0" in err and "cost " in err
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from afield.orchestrator.state import RunDirectory, RunInfo, RunKind
+from afield.settings.train import TrainConfig
 from afield.types import (
     Exclusion,
     FinishReason,
@@ -69,13 +72,16 @@ def write_run(
     *,
     train: Mapping[str, Sequence[float]] | None = None,
     val: Mapping[str, Sequence[float]] | None = None,
+    prices: Mapping[str, float] | None = None,
 ) -> RunDirectory:
-    """A run with these rewards by task: of a step for `train` and `demo`, without steps for the others."""
+    """A run with these rewards by task: of step 1 for `train`, without steps for the others."""
     run = RunDirectory(path)
     path.mkdir(parents=True)
     run.write_info(RunInfo(kind=kind))
+    if prices is not None:
+        run.config.write_bytes(msgspec.json.encode(TrainConfig(model="m", **prices)))
     if train:
-        run.append_rollouts(1 if kind in ("train", "demo") else None, results(train, Split.TRAIN))
+        run.append_rollouts(1 if kind == "train" else None, results(train, Split.TRAIN))
     if val and kind == "eval":
         run.append_rollouts(None, results(val, Split.VAL))
     elif val:

@@ -7,10 +7,13 @@ import json
 from itertools import product
 from typing import Any
 
+import msgspec
+
 from afield.cli.runs import open_run
 from afield.cli.tables import print_note, print_table
 from afield.errors import UsageError
 from afield.orchestrator.state import RunDirectory
+from afield.runs.cost import cost_of
 from afield.types import Split
 from afield.utils.statistics import Difference, clustered_mean, paired_difference
 
@@ -73,6 +76,10 @@ def run(args: argparse.Namespace) -> int:
             "runs": [directory.id for directory in runs],
             "splits": splits,
             **as_json(difference),
+            "costs": [
+                msgspec.to_builtins(cost_of(directory.path, directory.info.kind, directory.index.query))
+                for directory in runs
+            ],
         }
         print(json.dumps({**summary, "tasks": tasks}))
         return 0

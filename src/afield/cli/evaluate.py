@@ -27,8 +27,9 @@ from afield.datasets import read_tasks
 from afield.errors import AfieldError, NoRewards, UsageError
 from afield.evaluation import EvalSummary, evaluate, summarize
 from afield.orchestrator.state import RunDirectory, RunInfo, find_run
+from afield.runs.cost import describe_cost
 from afield.settings.environment import Environment
-from afield.settings.train import REMOTE, RESUMABLE_KEYS, LearningSettings, TrainConfig, build
+from afield.settings.train import REMOTE, RESUMABLE_KEYS, LearningSettings, PriceSettings, TrainConfig, build
 from afield.settings.values import assigned, from_file, merged, with_paths
 from afield.tracking import Tracking, describe_failures, read_states
 from afield.types import Outcome, Rollout, RolloutResult, Split, Task
@@ -106,6 +107,9 @@ def run(args: argparse.Namespace) -> int:
         with run_path.locked("create", wait=True):
             run_path.write_tasks(tasks)
             save_config(run_path, config)
+    else:
+        prices = {name: getattr(config, name) for name in PriceSettings.__struct_fields__}
+        save_config(run_path, structs.replace(saved_config(run_path), **prices))
     screen = EvaluationProgress(config.val_rollouts * len(tasks))
     screen.say(
         f"afield eval {run_path.id}  agent {short(info.agent)}  {len(tasks)} tasks x {config.val_rollouts}"
@@ -370,6 +374,8 @@ def describe(summary: EvalSummary) -> str:
     if summary.refused:
         refused = ", ".join(f"{code} {count}" for code, count in summary.refused.items())
         lines.append(f"refused model calls: {refused}")
+    if summary.cost:
+        lines.append(f"cost {describe_cost(summary.cost, 'eval')}")
     return "\n".join(lines)
 
 

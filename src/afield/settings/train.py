@@ -227,6 +227,19 @@ class StorageSettings(SettingsGroup, frozen=True, kw_only=True):
     """Survive power cuts: call fsync after every write."""
 
 
+class PriceSettings(SettingsGroup, frozen=True, kw_only=True):
+    """Prices, of which the cost of a run is computed."""
+
+    title: ClassVar[str] = "Prices"
+
+    prompt_price: Annotated[NotNegative, RESUMABLE] = 0.0
+    """Price of a million prompt tokens, in any currency; every call counts its whole prompt. 0 is none."""
+    sampled_price: Annotated[NotNegative, RESUMABLE] = 0.0
+    """Price of a million sampled tokens; 0 is none."""
+    engine_price: Annotated[NotNegative, RESUMABLE] = 0.0
+    """Price of an hour of all GPUs and engines of the run together; 0 is none."""
+
+
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
@@ -313,6 +326,7 @@ class TrainConfig(
     LearningSettings,
     StorageSettings,
     TrackingSettings,
+    PriceSettings,
     GatewayAddress,
     GatewayChildSettings,
     GatewayPoolSettings,
