@@ -273,8 +273,8 @@ def check(config: TrainConfig, endpoint: str, environment: Environment) -> None:
     """Check everything before anything is started."""
     from afield import factory
 
-    factory.check_collection(config)
     if endpoint:
+        factory.check_collection(config)
         if not endpoint.startswith(("http://", "https://")):
             raise UsageError(f"--endpoint {endpoint!r} must be an address, such as https://api.openai.com/v1")
         if config.delivery == "gateway":
@@ -283,6 +283,7 @@ def check(config: TrainConfig, endpoint: str, environment: Environment) -> None:
                 " choose --runtime process, or a gateway in front of the model"
             )
     elif config.gateway:
+        factory.check_collection(config)
         if not environment.admin_key:
             raise UsageError(f"the gateway at {config.gateway} needs an admin key: set AFIELD_ADMIN_KEY")
     else:

@@ -38,7 +38,9 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from afield import factory
-    from afield.chat.message_rules import RULES
+
+    with factory.needs("gateway"):
+        from afield.chat.message_rules import RULES
 
     tokens = factory.chat_tokenizer(args.model, rules=not args.strict)
     profile = tokens.profile
