@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
     with factory.needs("gateway"):
         from afield.chat.message_rules import RULES
 
+    factory.download_model(args.model)
     tokens = factory.chat_tokenizer(args.model, rules=not args.strict)
     profile = tokens.profile
     usable = profile.tool_format is not None or not args.tools

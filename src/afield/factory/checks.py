@@ -21,6 +21,7 @@ from afield import harnesses
 from afield.errors import UsageError
 from afield.factory.gateway import chat_tokenizer
 from afield.factory.harnesses import check_harness
+from afield.factory.model_download import download_model
 from afield.factory.registry import (
     ENGINES,
     RUNTIMES,
@@ -59,6 +60,7 @@ def check_choices(config: TrainConfig) -> None:
     backends: list[Backend] = [] if config.gateway else [ENGINES[engine]]
     backends += [] if config.freeze_weights else [TRAINERS[config.trainer]]
     check_collection(config, backends)
+    download_model(Path(config.model))
     chat_tokenizer(Path(config.model))
 
 
@@ -245,9 +247,10 @@ def check_model(config: TrainConfig, *, trains: bool) -> None:
 
 
 def check_engine_model(spec: str, model: Path) -> None:
-    """Check the libraries of an engine, and the files that the embedded one reads."""
+    """Check the libraries of an engine, download its model, and check what the embedded one reads."""
     if backend := ENGINES.get(spec.partition("=")[0]):
         check_libraries([backend])
+    download_model(model)
     if spec.partition("=")[0] == "torch":
         _check_model_config(model)
         _check_weights(model)

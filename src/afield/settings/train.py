@@ -74,7 +74,8 @@ class TaskSettings(SettingsGroup, frozen=True, kw_only=True):
     title: ClassVar[str] = "Tasks and steps"
 
     model: Annotated[str, Metavar("DIR"), PATH]
-    """Model directory to start from, in Hugging Face format."""
+    """Model directory to start from, in Hugging Face format; ORG/NAME is downloaded from the hub into the
+    working directory."""
     tasks: FilePath = ""
     """Tasks: a JSONL or Parquet file, a Hugging Face dataset directory, or a directory of Harbor tasks. `id`
     names a task, else its position does."""
