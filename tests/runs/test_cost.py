@@ -27,14 +27,14 @@ def test_tokens_and_hours_cost_what_the_settings_say(tmp_path: Path) -> None:
     found = cost(run)
     assert found == Cost(
         total=21 + 60 + 4,
-        per_rollout=pytest.approx(85 / 3),
+        per_rollout=85 / 3,
         per_success=85.0,
         per_reward=None,
         prompt_tokens=21,
         sampled_tokens=6,
         hours=1.0,
     )
-    assert describe_cost(found, "eval") == "85, 28.33 per rollout, 85 per success"
+    assert found is not None and describe_cost(found, "eval") == "85, 28.33 per rollout, 85 per success"
     run.summary.write_text('{"pass_reward": 0.5}')
     again = cost(run)
     assert again is not None and again.per_success == 42.5

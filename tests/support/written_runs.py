@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from afield.orchestrator.state import RunDirectory, RunInfo, RunKind
-from afield.settings.train import TrainConfig
+from afield.settings.train import train_config
 from afield.types import (
     Exclusion,
     FinishReason,
@@ -79,7 +79,7 @@ def write_run(
     path.mkdir(parents=True)
     run.write_info(RunInfo(kind=kind))
     if prices is not None:
-        run.config.write_bytes(msgspec.json.encode(TrainConfig(model="m", **prices)))
+        run.config.write_bytes(msgspec.json.encode(train_config(None, {"model": "m", **prices})))
     if train:
         run.append_rollouts(1 if kind == "train" else None, results(train, Split.TRAIN))
     if val and kind == "eval":

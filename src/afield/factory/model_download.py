@@ -47,6 +47,6 @@ def download_model(model: Path) -> None:
             ignore_patterns=list(OTHER_FILES),
         )
         partial.rename(model.absolute())
-    except (OSError, ValueError, errors.HTTPError) as error:
+    except (OSError, ValueError, errors.HTTPError) as error:  # pyright: ignore[reportPrivateImportUsage]
         reason = str(error).strip().partition("\n")[0]
         raise missing_model(model, f"{name} cannot be downloaded: {reason}") from error

@@ -264,7 +264,8 @@ def check_name(kind: str, name: str, backends: Mapping[str, Backend]) -> None:
 
 def check_libraries(backends: Iterable[Backend]) -> None:
     """Report all libraries that the gateway and these backends lack, with all extras that install them."""
-    needed = dict.fromkeys(GATEWAY_LIBRARIES, "gateway")
+    needed: dict[str, str] = {}
+    needed |= dict.fromkeys(GATEWAY_LIBRARIES, "gateway")
     for backend in backends:
         needed |= {library: EXTRAS.get(library, backend.extra) for library in backend.libraries}
     check_installed(needed)

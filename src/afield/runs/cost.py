@@ -1,4 +1,4 @@
-"""Cost of a run: its tokens and hours at the prices of its settings."""
+"""Cost of a run: tokens and hours at their prices."""
 
 from __future__ import annotations
 
