@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from collections import Counter
 from pathlib import Path
@@ -11,14 +12,20 @@ from typing import Any
 import pytest
 from tests.cli.conftest import RunCommand
 
+from afield.cli import evaluate
+from afield.cli.main import parser
 from afield.cli.show import find_rollout
 from afield.orchestrator.state import RunDirectory
+from afield.settings.train import TrainConfig
 from afield.utils.statistics import clustered_mean, pass_at_k
 from support.gateways import POLICY
+from support.paths import TESTS
 from support.processes import AGENTS, start, train_arguments, unlearned, write_tasks
 from support.processes import until as wait_until
+from support.sandboxes import needs_bubblewrap
 
 AGENT = f"{AGENTS / 'skilled_agent.py'}:agent"
+HARBOR = str(TESTS / "harbor/tasks")
 SKILLS = (0.0, 0.3, 0.6, 1.0)
 ROWS = [{"id": f"q{n}", "question": f"Question {n}?", "skill": skill} for n, skill in enumerate(SKILLS)]
 
@@ -73,8 +80,8 @@ def test_an_evaluation_is_summarized_shown_compared_and_continued(
         *arguments(tmp_path, "-k", 2, "--run", "after", "--exp-id", "other", "--compare", "before")
     )
     assert code == 0, err
-    assert "paired t-test by task" in out
-    table = [line.split("\t") for line in out.splitlines() if "\t" in line]
+    assert "paired t-test by task" in err
+    table = [line.split("\t") for line in out.splitlines()]
     assert table[0][:4] == ["task", "attempts", "passed", "reward"]
     assert [row[0] for row in table[1:]] == ["q0", "q1", "q2", "q3"]
 
@@ -245,12 +252,13 @@ def test_invalid_options_are_refused_and_leave_no_run(
 def test_more_attempts_than_asked_for_all_count(tmp_path: Path, run_command: RunCommand) -> None:
     code, _, err = run_command(*arguments(tmp_path, "-k", 3, "--run", "e", "--json"))
     assert code == 0, err
-    code, out, err = run_command("eval", "--run", "e", "-k", 2, "--json")
+    code, out, err = run_command("eval", "--run", "e", "-k", 2, "--prompt-price", 3e6, "--json")
     result = json.loads(out)
+    assert result["cost"]["total"] == 3 * result["cost"]["prompt_tokens"] > 0
     assert (code, result["attempts"], result["requested"]) == (0, 12, 12), err
     assert list(result["pass_at"]) == ["1", "2", "3"]
-    out = run_command("eval", "--run", "e", "-k", 1)[1]
-    assert "12 of 12 attempts of 4 tasks count; left out 0" in out
+    err = run_command("eval", "--run", "e", "-k", 1)[2]
+    assert "12 of 12 attempts of 4 tasks count; left out 0" in err and "cost " in err
 
 
 @pytest.mark.parametrize(
@@ -284,13 +292,13 @@ def test_an_evaluation_without_rewards_at_common_tasks_is_reported_all_the_same(
     assert run_command(*arguments(tmp_path, "--run", "before"))[0] == 0
     rows = [{**ROWS[0], "fails": "infrastructure"}, {"id": "new", "question": "?", "skill": 1.0}]
     words = arguments(tmp_path, "--run", "some", "--compare", "before", *never, rows=rows)
-    code, out, err = run_command(*words)
+    code, _, err = run_command(*words)
     assert code == 0, err
-    assert "mean reward 1.000" in out and "not compared with before" in out
+    assert "mean reward 1.000" in err and "not compared with before" in err
     words = arguments(tmp_path, "--run", "none", "--compare", "before", *never, rows=rows[:1])
-    code, out, err = run_command(*words)
+    code, _, err = run_command(*words)
     assert code == 1 and "no attempt has a reward" in err
-    assert "0 of 1 attempts of 0 tasks count" in out
+    assert "0 of 1 attempts of 0 tasks count" in err
 
 
 def test_an_evaluation_is_not_continued_with_other_tasks(tmp_path: Path, run_command: RunCommand) -> None:
@@ -299,6 +307,49 @@ def test_an_evaluation_is_not_continued_with_other_tasks(tmp_path: Path, run_com
     assert code == 2 and "tasks.jsonl has changed since evaluation e began" in err
     assert run_command("eval", "--run", "e")[0] == 0
     assert run_command(*arguments(tmp_path, "--run", "e"))[0] == 0
+
+
+@pytest.mark.parametrize("words", [("codex",), ("--agent", "codex")])
+def test_a_harness_on_harbor_tasks_gets_the_defaults_of_training(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    task = tmp_path / "tasks/shell-script"
+    shutil.copytree(Path(HARBOR) / "shell-script", task)
+    limits = (task / "task.toml").read_text().replace("timeout_sec = 60", "timeout_sec = 600")
+    (task / "task.toml").write_text(limits)
+    options = (*words, "--tasks", str(task.parent), "--model", str(POLICY))
+    config = settings(*options)
+    assert (config.agent, config.verifier) == ("codex", "afield.harbor.verifier:verify")
+    assert (config.runtime, config.verifier_runtime, config.max_tokens) == ("sandbox", "process", 4096)
+    assert config.attempt_timeout_s == 600 + 600 + 120
+    config = settings(*options, "--attempt-timeout", "5", "--max-tokens", "8")
+    assert (config.attempt_timeout_s, config.max_tokens) == (5.0, 8)
+
+
+def settings(*options: str) -> TrainConfig:
+    """Settings of a new evaluation with these options."""
+    args = parser().parse_args(["eval", *options])
+    evaluate.choose_agent(args)
+    return evaluate.new_config(args, evaluate.settings_given(args))[0]
+
+
+def test_an_evaluation_of_two_agents_is_refused(tmp_path: Path, run_command: RunCommand) -> None:
+    code, _, err = run_command("eval", AGENT, "--agent", "codex", "--tasks", HARBOR, "--model", POLICY)
+    assert code == 2 and "two agents" in err
+
+
+@needs_bubblewrap
+def test_an_agent_that_checks_harbor_tasks_is_evaluated_with_their_verifier(
+    tmp_path: Path, run_command: RunCommand
+) -> None:
+    shutil.copytree(Path(HARBOR) / "shell-script", tmp_path / "tasks/shell-script")
+    engine = [word for word in unlearned(tmp_path) if word != "--freeze-weights"]
+    code, out, err = run_command(
+        *("eval", "oracle", "--tasks", tmp_path / "tasks", "--model", POLICY, *engine, "--json")
+    )
+    assert code == 0, err
+    result = json.loads(out)
+    assert (result["agent"], result["attempts"], result["reward"]["mean"]) == ("oracle", 1, 1.0)
 
 
 def test_rollouts_of_an_evaluation_are_exported(tmp_path: Path, run_command: RunCommand) -> None:

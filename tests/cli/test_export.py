@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pyarrow import ipc, parquet
 
 from afield.batches.groups import to_groups
 from afield.batches.jsonl import read_jsonl
@@ -13,6 +15,7 @@ from afield.batches.parquet import read_parquet
 from afield.batches.rows import Batch
 from afield.batches.tree import TreeBatch
 from afield.cli.main import main
+from afield.datasets import read_tasks
 from afield.orchestrator.state import RunDirectory, RunState
 from afield.types import Rollout, RolloutResult, Task
 from support.processes import train_arguments, unlearned
@@ -78,6 +81,31 @@ def test_atif_files_of_a_run_export_to_the_same_rows(
     assert main(["export", str(trained.path), "--out", str(direct)]) == 0
     assert main(["export", str(atif), "--out", str(again)]) == 0
     assert read_jsonl(again) == read_jsonl(direct)
+
+
+def test_hugging_face_dataset_of_a_run_has_the_rows_of_its_parquet_file(
+    trained: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, out = tmp_path / "batch.parquet", tmp_path / "dataset"
+    assert main(["export", str(trained.path), "--format", "parquet", "--out", str(table)]) == 0
+    for _ in range(2):  # the second replaces the first
+        assert main(["export", str(trained.path), "--format", "hf", "--out", str(out)]) == 0
+    rows = load_dataset(out)
+    assert rows == parquet.read_table(table).to_pylist()
+    assert [task.input["rollout_id"] for task in read_tasks(out)] == [row["rollout_id"] for row in rows]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["batch.parquet", "dataset"]
+    assert main(["export", str(trained.path), "--format", "hf", "--out", str(tmp_path)]) == 2
+    assert "is no Hugging Face dataset" in capsys.readouterr().err
+
+
+def load_dataset(path: Path) -> list[dict[str, Any]]:
+    """Rows of a saved dataset, from the files that `datasets.load_from_disk` reads."""
+    assert json.loads((path / "dataset_info.json").read_text()) == {}
+    state = json.loads((path / "state.json").read_text())
+    [data] = state["_data_files"]
+    assert len(state["_fingerprint"]) == 16
+    with (path / data["filename"]).open("rb") as file:
+        return ipc.open_stream(file).read_all().to_pylist()
 
 
 def test_one_step_is_exported_alone(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,27 @@ def test_invalid_input_exits_with_2_and_names_the_value(
     assert message in err
     assert "Traceback" not in err
     assert not list((tmp_path / "runs").glob("*"))
+
+
+def test_all_missing_libraries_are_named_with_all_their_extras(
+    tmp_path: Path, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tasks(tmp_path / "good.jsonl", ROWS)
+    for library in ("aiohttp", "torch", "docker"):
+        monkeypatch.setitem(sys.modules, library, None)
+    for command in ("train", "eval"):
+        code, _, err = run_command(command, AGENT, *GOOD, "--runtime", "container=image")
+        missing = "not installed: aiohttp, torch, docker; pip install 'afield[container,train]'"
+        assert (code, missing in err) == (2, True), err
+    endpoint = ("--tasks", "good.jsonl", "--model", "m", "--endpoint", "http://127.0.0.1:1")
+    assert "not installed: aiohttp; pip install 'afield[gateway]'" in run_command("eval", AGENT, *endpoint)[2]
+    code, _, err = run_command("gateway", *MODEL, "--port", "0")
+    assert code == 2 and "not installed: aiohttp, torch; pip install 'afield[train]'" in err
+
+
+def test_inspecting_a_template_without_tokenizers_names_the_extra(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['tokenizers'] = None; from afield.cli.main import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "inspect-template", str(POLICY)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "afield: tokenizers is not installed: pip install 'afield[gateway]'\n"

@@ -169,7 +169,8 @@ def test_ps_lists_sessions_of_all_runs_with_their_owners(
     assert ids(run_json("ps", "second")) == ["b.1", "c.1"]
     assert main(["ps"]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0].split() == ["RUN", "SESSION", "RUNTIME", "PHASE", "WHERE", "AGE", "OWNER"]
+    assert shown[0].split("\t") == ["run", "session", "runtime", "phase", "where", "age", "owner"]
+    assert all(line.count("\t") == 6 for line in shown)
     assert sum("ORPHAN" in line for line in shown) == 1
     assert any("pid 7 on another-machine" in line for line in shown)
 
@@ -187,7 +188,7 @@ def test_ps_prints_no_traceback_when_its_pipe_closes(runs: Runs) -> None:
     registry.close()
     line = " ".join(command("ps"))
     done = subprocess.run(["sh", "-c", f"{line} | head -1"], capture_output=True, timeout=60, check=False)
-    assert done.stdout.startswith(b"RUN")
+    assert done.stdout.startswith(b"run\t")
     assert b"Traceback" not in done.stderr
 
 

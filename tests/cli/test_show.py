@@ -136,6 +136,29 @@ def test_agents_are_evaluated_at_any_endpoint(
     assert code == 2 and "set AFIELD_ENDPOINT_KEY" in err
 
 
+def test_agents_are_evaluated_at_a_running_gateway(
+    gateway: ThreadedGateway, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"id": f"q{n}", "question": "?", "skill": float(n)} for n in range(2)]
+    tasks = write_tasks(gateway.root / "tasks.jsonl", rows)
+    agent = f"{AGENTS / 'skilled_agent.py'}:agent"
+    words = ["eval", agent, "--tasks", tasks, "--runtime", "inline", "--gateway", gateway.url, "--json"]
+    monkeypatch.delenv("AFIELD_ADMIN_KEY", raising=False)
+    code, _, err = run_command(*words)
+    assert code == 2 and "needs an admin key: set AFIELD_ADMIN_KEY" in err
+    monkeypatch.setenv("AFIELD_ADMIN_KEY", ADMIN)
+    code, out, err = run_command(*words, "-k", 2, "--run", "e")
+    assert code == 0, err
+    result = json.loads(out)
+    assert (result["reward"]["mean"], result["attempts"], result["left_out"]) == (0.5, 4, {})
+    assert [task["reward"] for task in result["by_task"]] == [0.0, 1.0]
+    assert result["sampled_tokens"] > 0
+    with RunDirectory(gateway.root / "runs" / "e").index as index:
+        assert [row.turns for row in index.rollouts()] == [1] * 4
+    code, out, err = run_command("eval", "--run", "e", "-k", 3, "--json")
+    assert (code, json.loads(out)["attempts"]) == (0, 6), err
+
+
 def test_a_run_that_cannot_be_read_does_not_hide_the_others(
     gateway: ThreadedGateway, run_command: RunCommand
 ) -> None:

@@ -58,8 +58,13 @@ def test_the_base_install_is_light(python: Path) -> None:
 def test_the_command_says_which_extra_is_missing(python: Path, tmp_path: Path) -> None:
     afield = python.parent / "afield"
     assert subprocess.run([afield, "--version"], capture_output=True, check=False).returncode == 0
-    for command, extra in (("demo", "demo"), ("conformance", "gateway")):
-        run = subprocess.run([afield, command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    (tmp_path / "my_agent.py").write_text(AGENT)
+    (tmp_path / "tasks.jsonl").write_text('{"x": 1}\n')
+    run_options = ("my_agent.py:agent", "--tasks", "tasks.jsonl", "--model", "m")
+    commands = {("demo",): "demo", ("conformance",): "gateway", ("inspect-template", "m"): "gateway"}
+    commands |= {("train", *run_options): "train", ("eval", *run_options): "train"}
+    for command, extra in commands.items():
+        run = subprocess.run([afield, *command], cwd=tmp_path, capture_output=True, text=True, check=False)
         assert run.returncode == 2, run.stderr
         assert f"pip install 'afield[{extra}]'" in run.stderr
 

@@ -300,6 +300,7 @@ def test_a_row_has_the_calls_refusals_and_question_of_its_rollout(tmp_path: Path
         assert (row.step, row.reward, row.failure_kind, row.failure_reason) == (7, 0.0, "policy", "context")
         assert row.question == "What is 6*7?"
         assert (row.turns, row.branches, row.context_tokens) == (3, 2, 6)
+        assert row.prompt_tokens == 2 + 2 + 5
         assert (row.min_version, row.max_version, row.seconds) == (1, 4, 26.5)
         assert row.refused == {"context_length_exceeded": 3, "rate": 1}
         assert (row.refused_calls, row.refusal) == (4, "prompt of 9 tokens")

@@ -24,6 +24,7 @@ from afield.ui.run_list import RunList
 from afield.ui.views import shared_prefix
 from afield.utils.columns import indexed, numbers, pack
 from bench.ui.runs import write_hostile, write_many
+from support.written_runs import write_run
 
 KEY = "the-key"
 MODEL = Path(__file__).parents[2] / "src" / "afield" / "demo" / "policy"
@@ -154,6 +155,17 @@ async def test_answers_carry_a_strict_policy(app: UiApp) -> None:
 
 
 # --- pages ---------------------------------------------------------------------------------------
+
+
+async def test_page_of_a_run_with_prices_has_its_cost(tmp_path: Path) -> None:
+    write_run(tmp_path / "priced", "eval", val={"a": [1.0, 0.0]}, prices={"sampled_price": 1e6})
+    write_run(tmp_path / "free", "eval", val={"a": [1.0, 0.0]})
+    shown = RunList([], tmp_path)
+    app = UiApp(Runs(shown.current), key=KEY, cookie="ui")
+    assert (await get(app, "/api/runs/priced")).json()["cost"]["per_success"] == 4.0
+    assert (await get(app, "/api/runs/free")).json()["cost"] is None
+    for run in shown.current():
+        run.close()
 
 
 async def test_every_page_has_its_data(app: UiApp) -> None:

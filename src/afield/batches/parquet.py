@@ -39,9 +39,15 @@ SPAN = ("start", "end", "low", "high")
 
 def write_parquet(path: Path, batch: Batch | TreeBatch) -> None:
     """Write a batch or a tree."""
-    arrow = _pyarrow()
+    table = to_table(batch)
     import pyarrow.parquet
 
+    pyarrow.parquet.write_table(table, path)
+
+
+def to_table(batch: Batch | TreeBatch) -> Any:
+    """Arrow table of a batch or a tree, with a line per row or node."""
+    arrow = _pyarrow()
     if isinstance(batch, TreeBatch):
         form, rows, columns = "tree", batch.nodes, _node_columns(arrow)
     else:
@@ -50,8 +56,7 @@ def write_parquet(path: Path, batch: Batch | TreeBatch) -> None:
         form, columns = batch.form, _row_columns(arrow)
     head = FileHeader(form=form, rollouts=len(batch.rollouts), rows=len(rows))
     schema = arrow.schema([*_record_columns(arrow), *columns], metadata={HEAD: msgspec.json.encode(head)})
-    table = arrow.Table.from_pylist(list(_lines(batch.rollouts, rows)), schema=schema)
-    pyarrow.parquet.write_table(table, path)
+    return arrow.Table.from_pylist(list(_lines(batch.rollouts, rows)), schema=schema)
 
 
 def read_parquet(path: Path) -> Batch | TreeBatch:
@@ -99,7 +104,9 @@ def _pyarrow() -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        raise UsageError("Parquet needs pyarrow: pip install 'afield[batches]'") from error
+        raise UsageError(
+            "Parquet and Hugging Face datasets need pyarrow: pip install 'afield[batches]'"
+        ) from error
     return pyarrow
 
 

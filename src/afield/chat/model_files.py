@@ -69,13 +69,19 @@ class ModelFiles(Struct, frozen=True):
     """Placeholder id of an image in a prompt; None if config.json has none."""
 
 
-def missing_model(model_dir: Path) -> UsageError:
+def hub_name(model_dir: Path) -> str:
+    """Name on the Hugging Face hub that the end of a path may be; empty if it cannot be one."""
+    name = "/".join(model_dir.parts[-2:])
+    return name if HUB_NAME.fullmatch(name) else ""
+
+
+def missing_model(model_dir: Path, reason: str = "") -> UsageError:
     """Error for a path that is no directory; names the download if it may be a name on the hub."""
     message = f"{model_dir} is not a directory; give the path of a model directory"
-    name = "/".join(model_dir.parts[-2:])
-    if HUB_NAME.fullmatch(name) and not model_dir.parent.exists():
+    name = hub_name(model_dir)
+    if name and (reason or not model_dir.parent.exists()):
         message += f"; to fetch {name} from the Hugging Face hub: hf download {name} --local-dir {model_dir}"
-    return UsageError(message)
+    return UsageError(message + (f" ({reason})" if reason else ""))
 
 
 def read(model_dir: Path) -> ModelFiles:

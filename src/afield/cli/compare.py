@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import product
 from typing import Any
 
+import msgspec
+
 from afield.cli.runs import open_run
-from afield.cli.tables import print_table
+from afield.cli.tables import print_note, print_table
 from afield.errors import UsageError
 from afield.orchestrator.state import RunDirectory
+from afield.runs.cost import cost_of
 from afield.types import Split
 from afield.utils.statistics import Difference, clustered_mean, paired_difference
 
 Rewards = dict[str, list[float]]
+"""Rewards by task."""
+RewardsBySplit = dict[str, Rewards]
 COLUMNS = ("task", "first", "second", "difference", "attempts", "question")
 
 
@@ -28,7 +34,7 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--split",
         choices=[str(split) for split in Split],
-        help="rollouts to compare (default: val if both runs have some)",
+        help="rollouts to compare (default: validation, or else training, where the runs have common tasks)",
     )
     command.add_argument(
         "--step",
@@ -44,9 +50,10 @@ def run(args: argparse.Namespace) -> int:
     runs = [open_run(name) for name in (args.first, args.second)]
     for directory in runs:
         directory.index.refresh()
-    split = args.split or ("val" if all(has_split(directory, "val") for directory in runs) else "train")
-    first, second = (rewards_of(directory, split, args.step) for directory in runs)
-    difference = compared(first, second)
+    found = [rewards_by_split(directory, args.split, args.step) for directory in runs]
+    splits = comparable_splits(*found)
+    first, second = (rewards[split] for rewards, split in zip(found, splits, strict=True))
+    difference = paired_difference(first, second)
     questions = {
         row["task_id"]: row["question"]
         for row in runs[0].index.query("SELECT task_id, question FROM rollouts GROUP BY task_id")
@@ -67,24 +74,47 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         summary = {
             "runs": [directory.id for directory in runs],
-            "split": split,
+            "splits": splits,
             **as_json(difference),
+            "costs": [
+                msgspec.to_builtins(cost_of(directory.path, directory.info.kind, directory.index.query))
+                for directory in runs
+            ],
         }
         print(json.dumps({**summary, "tasks": tasks}))
         return 0
     print_table(tasks, COLUMNS)
-    for name, directory, rewards in (("first", runs[0], first), ("second", runs[1], second)):
+    for name, directory, split, rewards in zip(
+        ("first", "second"), runs, splits, (first, second), strict=True
+    ):
         estimate = clustered_mean(rewards)
         average = f"mean reward {estimate.mean:.3f} of {estimate.attempts} rollouts ({split})"
-        print(f"{name:7s} {directory.id}: {average}")
-    print(describe(difference))
+        print_note(f"{name:7s} {directory.id}: {average}")
+    print_note(describe(difference))
     for directory in runs:
         directory.index.close()
     return 0
 
 
-def has_split(run: RunDirectory, split: str) -> bool:
-    return bool(run.index.rollouts("split=? AND reward IS NOT NULL", split, limit=1))
+def rewards_by_split(run: RunDirectory, split: str | None = None, step: int | None = None) -> RewardsBySplit:
+    """Rewards of each split that has some, or of `split`; raises UsageError without any."""
+    splits = [split] if split else [str(Split.VAL), str(Split.TRAIN)]
+    found = {name: rewards for name in splits if (rewards := rewards_of(run, name, step))}
+    if not found:
+        steps = "" if step is None else f" in step {step}"
+        raise UsageError(
+            f"run {run.id} has no rollout with a reward{f' in split {split}' if split else ''}{steps}"
+        )
+    return found
+
+
+def comparable_splits(first: RewardsBySplit, second: RewardsBySplit) -> tuple[str, str]:
+    """Splits of two runs with common tasks: equal ones if possible, and validation before training."""
+    pairs = sorted(product(first, second), key=lambda pair: pair[0] != pair[1])
+    for one, other in pairs:
+        if first[one].keys() & second[other].keys():
+            return one, other
+    raise UsageError("the runs cannot be compared: they have no task in common")
 
 
 def rewards_of(run: RunDirectory, split: str, step: int | None = None) -> Rewards:
@@ -97,17 +127,7 @@ def rewards_of(run: RunDirectory, split: str, step: int | None = None) -> Reward
     for row in run.index.rollouts(where, split, *([] if step is None else [step])):
         assert row.reward is not None
         rewards.setdefault(row.task_id, []).append(row.reward)
-    if not rewards:
-        steps = "" if step is None else f" in step {step}"
-        raise UsageError(f"run {run.id} has no rollout with a reward in split {split}{steps}")
     return rewards
-
-
-def compared(first: Rewards, second: Rewards) -> Difference:
-    try:
-        return paired_difference(first, second)
-    except ValueError as error:
-        raise UsageError(f"the runs cannot be compared: {error}") from error
 
 
 def mean(values: list[float]) -> float:

@@ -21,19 +21,20 @@ from msgspec import structs
 from afield.cli import compare
 from afield.cli.flags import add_config_arguments, add_flags, flag_values
 from afield.cli.report import me, short
-from afield.cli.tables import print_table, printable
-from afield.cli.train import named, save_config, saved_config
+from afield.cli.tables import print_note, print_table, printable
+from afield.cli.train import add_agent_arguments, choose_agent, named, save_config, saved_config
 from afield.datasets import read_tasks
 from afield.errors import AfieldError, NoRewards, UsageError
 from afield.jobs.evaluation import EvalSummary, evaluate, summarize
 from afield.jobs.tracking import Tracking, describe_failures, read_states
 from afield.orchestrator.state import RunDirectory, RunInfo, find_run
+from afield.runs.cost import describe_cost
 from afield.settings.environment import Environment
-from afield.settings.train import REMOTE, RESUMABLE_KEYS, LearningSettings, TrainConfig, build
+from afield.settings.train import REMOTE, RESUMABLE_KEYS, LearningSettings, PriceSettings, TrainConfig, build
 from afield.settings.values import assigned, from_file, merged, with_paths
-from afield.types import Outcome, Rollout, RolloutResult, Task
+from afield.types import Outcome, Rollout, RolloutResult, Split, Task
 from afield.utils.durable_files import write_whole
-from afield.utils.statistics import Estimate
+from afield.utils.statistics import Estimate, paired_difference
 
 COLUMNS = ("task", "attempts", "passed", "reward", "left_out", "seconds", "question")
 UNUSED = (
@@ -54,14 +55,12 @@ def add(commands: Any) -> None:
     command = commands.add_parser(
         "eval",
         help="evaluate an agent",
-        usage="afield eval FILE.py:NAME --tasks FILE [--model DIR | --gateway URL | --endpoint URL]",
-        description="Attempt tasks with an agent, without training, and print mean reward and pass@k with"
-        " 95 % confidence intervals clustered by task. Attempts without a reward, such as infrastructure"
-        " failures, are left out and counted.",
+        usage="afield eval AGENT --tasks FILE [--model DIR | --gateway URL | --endpoint URL]",
+        description="Attempt tasks with your agent, or a ready harness, without training, and print mean"
+        " reward and pass@k with 95 % confidence intervals clustered by task. Attempts without a reward, such"
+        " as infrastructure failures, are left out and counted.",
     )
-    command.add_argument(
-        "agent", nargs="?", metavar="FILE.py:NAME", help="agent to evaluate; or package.module:NAME"
-    )
+    add_agent_arguments(command, "evaluate")
     command.add_argument("--tasks", metavar="FILE", help="tasks, in the formats of afield train")
     command.add_argument(
         "--model", metavar="DIR", help="model directory to serve; with --endpoint, the model's name there"
@@ -93,6 +92,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    choose_agent(args)
     environment = Environment.read()
     stamp = time.strftime("%Y%m%d-%H%M%S")
     run_path = RunDirectory(environment.runs / (named(args) or f"eval-{stamp}-{secrets.token_hex(2)}"))
@@ -107,6 +107,9 @@ def run(args: argparse.Namespace) -> int:
         with run_path.locked("create", wait=True):
             run_path.write_tasks(tasks)
             save_config(run_path, config)
+    else:
+        prices = {name: getattr(config, name) for name in PriceSettings.__struct_fields__}
+        save_config(run_path, structs.replace(saved_config(run_path), **prices))
     screen = EvaluationProgress(config.val_rollouts * len(tasks))
     screen.say(
         f"afield eval {run_path.id}  agent {short(info.agent)}  {len(tasks)} tasks x {config.val_rollouts}"
@@ -133,14 +136,17 @@ def rewards_to_compare(other: RunDirectory, tasks: list[Task]) -> compare.Reward
     """Rewards of the other run by task; raises UsageError if nothing could be compared."""
     with other.index as index:
         index.refresh()
-        split = "val" if compare.has_split(other, "val") else "train"
-        rewards = compare.rewards_of(other, split)
-    if not rewards.keys() & {task.id for task in tasks}:
+        found = compare.rewards_by_split(other)
+    own = {str(Split.VAL): {task.id: [] for task in tasks}}
+    try:
+        _, split = compare.comparable_splits(own, found)
+    except UsageError:
+        number = len({task for rewards in found.values() for task in rewards})
         raise UsageError(
-            f"--compare {other.id}: its {len(rewards)} tasks with rewards have other ids than these"
+            f"--compare {other.id}: its {number} tasks with rewards have other ids than these"
             f" {len(tasks)}, such as {tasks[0].id!r}; compare with a run on the same tasks"
-        )
-    return rewards
+        ) from None
+    return found[split]
 
 
 async def _evaluate(
@@ -192,8 +198,7 @@ def prepare(
             )
     else:
         endpoint = args.endpoint or ""
-        config = new_config(args, values)
-        tasks = read_tasks(Path(config.tasks))
+        config, tasks = new_config(args, values)
     check(config, endpoint, environment)
     info = RunInfo(
         kind="eval",
@@ -230,7 +235,10 @@ def settings_given(args: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
-def new_config(args: argparse.Namespace, values: dict[str, Any]) -> TrainConfig:
+def new_config(args: argparse.Namespace, values: dict[str, Any]) -> tuple[TrainConfig, list[Task]]:
+    """Settings and tasks of a new evaluation."""
+    from afield import factory
+
     file = from_file(args.config, TrainConfig, "train") if args.config else {}
     values = merged(file, values)
     if not values.get("tasks"):
@@ -241,10 +249,16 @@ def new_config(args: argparse.Namespace, values: dict[str, Any]) -> TrainConfig:
         raise UsageError("--endpoint needs the name of the model there: --model NAME")
     if not values.get("model") and values.get("gateway"):
         values["model"] = "policy"
-    config = build({**values, "freeze_weights": True, "epochs": None, "quorum": 1}, "the command line")
+    fixed = {"freeze_weights": True, "epochs": None, "quorum": 1}
+    config = build(merged(factory.agent_defaults(values), values) | fixed, "the command line")
     # The ids of a validation before training, so that both sample alike; shared gateways need others.
     shared = config.gateway or "://" in config.outcomes or config.runtime_name in REMOTE
-    return config if shared or config.exp_id else structs.replace(config, exp_id="train")
+    if not shared and not config.exp_id:
+        config = structs.replace(config, exp_id="train")
+    tasks = read_tasks(Path(config.tasks))
+    if "attempt_timeout_s" not in values:
+        config = structs.replace(config, attempt_timeout_s=factory.attempt_timeout(config, tasks))
+    return config, tasks
 
 
 def continued(run: RunDirectory, values: dict[str, Any]) -> TrainConfig:
@@ -259,8 +273,8 @@ def check(config: TrainConfig, endpoint: str, environment: Environment) -> None:
     """Check everything before anything is started."""
     from afield import factory
 
-    factory.check_collection(config)
     if endpoint:
+        factory.check_collection(config)
         if not endpoint.startswith(("http://", "https://")):
             raise UsageError(f"--endpoint {endpoint!r} must be an address, such as https://api.openai.com/v1")
         if config.delivery == "gateway":
@@ -269,6 +283,7 @@ def check(config: TrainConfig, endpoint: str, environment: Environment) -> None:
                 " choose --runtime process, or a gateway in front of the model"
             )
     elif config.gateway:
+        factory.check_collection(config)
         if not environment.admin_key:
             raise UsageError(f"the gateway at {config.gateway} needs an admin key: set AFIELD_ADMIN_KEY")
     else:
@@ -321,7 +336,7 @@ def report(
     if baseline is not None:
         rewards = compare.rewards_of(run, "val") if summary.reward else {}
         if any(task in baseline for task in rewards):
-            difference = compare.compared(rewards, baseline)
+            difference = paired_difference(rewards, baseline)
     if args.json:
         result = msgspec.to_builtins(summary)
         result["reward"] = summary.reward._asdict() if summary.reward else None
@@ -331,12 +346,12 @@ def report(
         print(json.dumps(result))
     else:
         print_table(map(msgspec.to_builtins, summary.by_task), COLUMNS)
-        print(describe(summary))
+        print_note(describe(summary))
         if difference is not None and other is not None:
-            print(f"compared with {other.id}: {compare.describe(difference)}")
+            print_note(f"compared with {other.id}: {compare.describe(difference)}")
         elif other is not None:
-            print(f"not compared with {other.id}: no attempt at a common task has a reward")
-        print(f"details: {me()} show {run.id} --rollouts")
+            print_note(f"not compared with {other.id}: no attempt at a common task has a reward")
+        print_note(f"details: {me()} show {run.id} --rollouts")
     if summary.reward is None:
         raise NoRewards(f"no attempt has a reward; left out: {summary.left_out}; see {me()} show {run.id}")
     if args.min is not None and summary.reward.mean < args.min:
@@ -360,6 +375,8 @@ def describe(summary: EvalSummary) -> str:
     if summary.refused:
         refused = ", ".join(f"{code} {count}" for code, count in summary.refused.items())
         lines.append(f"refused model calls: {refused}")
+    if summary.cost:
+        lines.append(f"cost {describe_cost(summary.cost, 'eval')}")
     return "\n".join(lines)
 
 

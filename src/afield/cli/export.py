@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from msgspec import Struct, structs
 from afield import __version__
 from afield.batches.atif import is_atif, read_atif, write_atif
 from afield.batches.groups import from_groups, to_groups
+from afield.batches.hf import write_hf
 from afield.batches.jsonl import write_jsonl
 from afield.batches.parquet import write_parquet
 from afield.batches.rewards import weigh_rewards
@@ -26,7 +28,7 @@ from afield.errors import UsageError
 from afield.orchestrator.state import RunDirectory, RunState
 from afield.types import Group, RolloutResult, Split
 
-WRITERS = {"jsonl": write_jsonl, "parquet": write_parquet}
+WRITERS = {"jsonl": write_jsonl, "parquet": write_parquet, "hf": write_hf}
 FORMATS = (*WRITERS, "atif", "sft")
 FORMS = ("linear", "per-turn", "tree")
 
@@ -49,14 +51,15 @@ def add(commands: Any) -> None:
         type=Path,
         required=True,
         metavar="FILE",
-        help="file to write, or with --format atif a directory; replaced if it exists",
+        help="file to write, or with --format hf or atif a directory; replaced if it exists",
     )
     command.add_argument(
         "--format",
         choices=FORMATS,
         default="jsonl",
-        help="file format; atif writes one trajectory file per rollout, sft a line of JSON with prompt and"
-        " completion for the best rollouts of each group (default: jsonl)",
+        help="file format; hf writes a directory for load_from_disk of Hugging Face datasets, atif writes"
+        " one trajectory file per rollout, sft a line of JSON with prompt and completion for the best"
+        " rollouts of each group (default: jsonl)",
     )
     command.add_argument(
         "--form",
@@ -204,13 +207,19 @@ def without_pending(groups: list[Group]) -> tuple[list[Group], tuple[str, ...]]:
 
 
 def write(out: Path, format: str, batch: Batch | TreeBatch) -> None:
-    """Write the file atomically: under a temporary name, then renamed."""
+    """Write a file or a dataset atomically: under a temporary name, then renamed."""
+    if format == "hf" and out.exists() and not (out / "state.json").is_file():
+        raise UsageError(f"{out} exists and is no Hugging Face dataset; give --out a new directory")
     partial = out.with_name(f"{out.name}.partial")
     with _write_errors(out):
         try:
             WRITERS[format](partial, batch)
+            if out.is_dir() and format == "hf":
+                shutil.rmtree(out)
             partial.replace(out)
         finally:
+            if partial.is_dir():
+                shutil.rmtree(partial)
             partial.unlink(missing_ok=True)
 
 

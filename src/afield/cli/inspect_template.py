@@ -38,8 +38,11 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from afield import factory
-    from afield.chat.message_rules import RULES
 
+    with factory.needs("gateway"):
+        from afield.chat.message_rules import RULES
+
+    factory.download_model(args.model)
     tokens = factory.chat_tokenizer(args.model, rules=not args.strict)
     profile = tokens.profile
     usable = profile.tool_format is not None or not args.tools

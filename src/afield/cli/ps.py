@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from afield.cli.sessions import SessionGroup, session_groups
+from afield.cli.tables import print_table
 from afield.errors import AfieldError
 from afield.settings.environment import Environment
 
-HEADER = ("RUN", "SESSION", "RUNTIME", "PHASE", "WHERE", "AGE", "OWNER")
+COLUMNS = ("run", "session", "runtime", "phase", "where", "age", "owner")
 
 
 def add(commands: Any) -> None:
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"sessions": rows}))
     elif rows:
-        _print_table([HEADER, *map(_cells, rows)])
+        print_table(map(_line, rows), COLUMNS)
     elif args.name:
         print(f"no running sessions in {args.name}")
     else:
@@ -82,10 +83,9 @@ async def _with_runtimes(groups: Sequence[SessionGroup], rows: list[dict[str, An
     return list(by_session.values())
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+def _line(row: dict[str, Any]) -> dict[str, Any]:
     run = row["run"] + ("" if row["role"] == "agent" else f" ({row['role']})")
-    where = row["where"] or "-"
-    return run, row["session"], row["runtime"], row["phase"], where, _age(row["age_s"]), _owner(row)
+    return {**row, "run": run, "age": _age(row["age_s"]), "owner": _owner(row)}
 
 
 def _owner(row: dict[str, Any]) -> str:
@@ -103,9 +103,3 @@ def _age(seconds: float | None) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
-
-
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from msgspec import Struct
 
 from afield.jobs.tracking import read_states
 from afield.orchestrator.state import RunDirectory, RunState
+from afield.runs.cost import first_and_last_reward
 from afield.runs.token_account import TokenAccount, listed
 from afield.settings.train import TrainConfig
 
@@ -72,7 +72,7 @@ def summarise(run: RunDirectory, config: TrainConfig, *, wall_s: float) -> Summa
     """Build the summary from metrics.jsonl and the run state."""
     lines = run.read_metrics()
     rollouts = sum(line["rollouts"] for line in lines)
-    begin = min(2, len(lines) // 2)
+    first, last = first_and_last_reward(lines)
     account = account_of(lines)
 
     def per_rollout(name: str) -> float:
@@ -82,8 +82,8 @@ def summarise(run: RunDirectory, config: TrainConfig, *, wall_s: float) -> Summa
         run=str(run.path),
         seed=config.seed,
         agent=config.agent,
-        first=_mean(lines[: begin or 1]),
-        last=_mean(lines[begin:][-3:]),
+        first=first,
+        last=last,
         steps=len(lines),
         rollouts=rollouts,
         trained=sum(line["trained"] for line in lines),
@@ -133,15 +133,6 @@ def _late(run: RunDirectory) -> int:
         return 0
     with RunState(run.run_state) as state:
         return state.late_outcomes
-
-
-def _mean(lines: list[dict[str, Any]]) -> float | None:
-    """Mean reward over the rollouts of these steps; None without rewards."""
-    counted = [
-        (line["reward"], line["rollouts"] - line["failed"]) for line in lines if line["reward"] is not None
-    ]
-    total = sum(n for _, n in counted)
-    return round(math.fsum(reward * n for reward, n in counted) / total, 4) if total else None
 
 
 def draw(run: RunDirectory) -> None:

@@ -8,9 +8,12 @@ import sys
 import time
 from typing import Any
 
+import msgspec
+
 from afield.cli.tables import print_table
 from afield.errors import AfieldError, UsageError
 from afield.orchestrator.state import RunDirectory, list_runs
+from afield.runs.cost import cost_of
 from afield.settings.environment import Environment
 
 COLUMNS = ("run", "kind", "status", "steps", "rollouts", "reward", "validation", "failed", "created", "agent")
@@ -64,6 +67,7 @@ def line_of(run: RunDirectory) -> dict[str, Any]:
         reward, validation = (
             index.query(last.format(split, split))[0]["reward"] for split in ("train", "val")
         )
+        cost = cost_of(run.path, info.kind, index.query)
     return {
         "run": run.id,
         "kind": info.kind,
@@ -77,4 +81,5 @@ def line_of(run: RunDirectory) -> dict[str, Any]:
         "agent": info.agent,
         "model": info.model,
         "path": str(run.path),
+        "cost": msgspec.to_builtins(cost),
     }

@@ -17,6 +17,7 @@ from afield.cli.tables import print_table, printable, printable_lines
 from afield.cli.train import saved_config
 from afield.errors import NotFound, UsageError
 from afield.orchestrator.state import RunDirectory, RunState
+from afield.runs.cost import cost_of, describe_cost
 from afield.runs.index import STAGES, RolloutRow
 from afield.types import FailureKind, RolloutResult, Split, Turn
 
@@ -115,7 +116,7 @@ def show_run(run: RunDirectory, args: argparse.Namespace) -> None:
         print(f"steps    {len(lines)} of {info.steps}")
     if rewards := [line["reward"] for line in lines if line["reward"] is not None]:
         print("\n".join(chart(rewards, steps=info.steps or len(rewards))))
-    for text in (*map(describe_step, lines[-5:]), *map(describe_total, totals(run))):
+    for text in (*map(describe_step, lines[-5:]), *map(describe_total, totals(run)), *costs(run)):
         print(text)
     if lines:
         account = account_of(lines)
@@ -147,6 +148,7 @@ def run_as_json(run: RunDirectory, lines: list[dict[str, Any]]) -> dict[str, Any
         "totals": totals(run),
         "failures": failures(run),
         "refused": refused_calls(run),
+        "cost": msgspec.to_builtins(cost_of(run.path, run.info.kind, run.index.query)),
     }
 
 
@@ -179,6 +181,12 @@ def describe_total(total: dict[str, Any]) -> str:
         f"  reward {number(total['reward'])}"
         f"  failed {total['failed']}  tokens {total['sampled_tokens']}{seconds}"
     )
+
+
+def costs(run: RunDirectory) -> list[str]:
+    """Line of the cost; empty without prices."""
+    cost = cost_of(run.path, run.info.kind, run.index.query)
+    return [f"cost     {describe_cost(cost, run.info.kind)}"] if cost else []
 
 
 def failures(run: RunDirectory) -> dict[str, int]:

@@ -31,6 +31,11 @@ def print_table(
         print(text if len(text) <= room else text[: room - 1] + "~")
 
 
+def print_note(text: str) -> None:
+    """Print text about a table: below it in a terminal, to stderr if another program reads the table."""
+    print(text, file=sys.stdout if sys.stdout.isatty() else sys.stderr)
+
+
 def cell(value: Any) -> str:
     """Text of a value in a table: one line without control characters."""
     if value is None or value in ("", {}):

@@ -53,18 +53,30 @@ def add(commands: Any) -> None:
         description="Train your own agent, or a ready harness, on your own tasks. Give options of runtimes"
         " and of the trainer in the --config file or with --set.",
     )
+    add_agent_arguments(command, "train")
+    add_run_arguments(command)
+    add_flags(command, TrainConfig, without=("agent",))
+    command.set_defaults(run=run)
+
+
+def add_agent_arguments(command: argparse.ArgumentParser, verb: str) -> None:
+    """Add the agent as the first argument and as --agent."""
     command.add_argument(
         "agent",
         nargs="?",
         metavar="AGENT",
-        help="agent to train: FILE.py:NAME, package.module:NAME, or a harness such as claude-code",
+        help=f"agent to {verb}: FILE.py:NAME, package.module:NAME, or a harness such as claude-code",
     )
     command.add_argument(
-        "--agent", dest="agent_flag", metavar="AGENT", help="agent to train, instead of the first argument"
+        "--agent", dest="agent_flag", metavar="AGENT", help=f"agent to {verb}, instead of the first argument"
     )
-    add_run_arguments(command)
-    add_flags(command, TrainConfig, without=("agent",))
-    command.set_defaults(run=run)
+
+
+def choose_agent(args: argparse.Namespace) -> None:
+    """Take the agent from either argument."""
+    if args.agent and args.agent_flag:
+        raise UsageError(f"two agents: {args.agent!r} and --agent {args.agent_flag!r}; give one of them")
+    args.agent = args.agent or args.agent_flag
 
 
 def add_run_arguments(command: argparse.ArgumentParser) -> None:
@@ -87,9 +99,7 @@ def add_run_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.agent and args.agent_flag:
-        raise UsageError(f"two agents: {args.agent!r} and --agent {args.agent_flag!r}; give one of them")
-    args.agent = args.agent or args.agent_flag
+    choose_agent(args)
     return start(args, "train", {"exp_id": "train"}, tasks_of)
 
 

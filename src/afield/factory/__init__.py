@@ -37,6 +37,7 @@ from afield.factory.gateway import (
 )
 from afield.factory.gateway_pool import gateway_directory, gateway_pool
 from afield.factory.harnesses import agent_defaults, attempt_timeout, check_harbor_tasks
+from afield.factory.model_download import download_model
 from afield.factory.registry import ENGINES, RUNTIMES, SANDBOXES, Backend, load, needs
 from afield.factory.relay import RelayRoute, clusters_of, relay_client, relay_route, serve_relay
 from afield.factory.runs import (
@@ -76,6 +77,7 @@ __all__ = [
     "check_served_model",
     "check_trust",
     "clusters_of",
+    "download_model",
     "dynamic_sampling",
     "endpoint_gateway",
     "engine",

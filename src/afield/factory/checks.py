@@ -21,12 +21,14 @@ from afield import __version__, harnesses
 from afield.errors import UsageError
 from afield.factory.gateway import chat_tokenizer
 from afield.factory.harnesses import check_harbor_tasks, check_harness
+from afield.factory.model_download import download_model
 from afield.factory.registry import (
     ENGINES,
     RUNTIMES,
     TRACKERS,
     TRAINERS,
-    check_installed,
+    Backend,
+    check_libraries,
     check_name,
     load,
     needs,
@@ -53,25 +55,30 @@ PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 def check_choices(config: TrainConfig) -> None:
     """Check everything about the settings that can be checked before anything is started."""
-    check_collection(config)
     check_name("trainer", config.trainer, TRAINERS)
-    if not config.freeze_weights:
-        check_installed("trainer", config.trainer, TRAINERS)
     engine = _engine_kind(config)
     check_name("engine", engine, ENGINES)
-    if not config.gateway:
-        check_installed("engine", engine, ENGINES)
+    backends: list[Backend] = [] if config.gateway else [ENGINES[engine]]
+    backends += [] if config.freeze_weights else [TRAINERS[config.trainer]]
+    check_collection(config, backends)
+    download_model(Path(config.model))
     chat_tokenizer(Path(config.model))
 
 
-def check_collection(config: TrainConfig) -> None:
-    """Check the settings of agents, their runtime and the transport of outcomes."""
+def check_collection(config: TrainConfig, backends: Sequence[Backend] = ()) -> None:
+    """Check the settings of agents, their runtime and the transport of outcomes, and all libraries.
+
+    `backends` are used besides those of collecting.
+    """
+    check_name("runtime", config.runtime_name, RUNTIMES)
+    for name in config.track:
+        check_name("tracker", name, TRACKERS)
+    trackers = [TRACKERS[name] for name in config.track]
+    check_libraries([*backends, RUNTIMES[config.runtime_name], *trackers])
     check_runtime(config)
     check_reachable(config)
     check_gateways(config)
     traces_wanted(config)
-    for name in config.track:
-        check_installed("tracker", name, TRACKERS)
     transport(config, RunDirectory(Path("check")))
     rollout_config(config, RunDirectory(Path("check")))
     if config.transport == "memory" and (config.runtime != "inline" or config.verifier):
@@ -247,7 +254,10 @@ def check_model(config: TrainConfig, *, trains: bool) -> None:
 
 
 def check_engine_model(spec: str, model: Path) -> None:
-    """Check the files that the embedded engine reads; inference servers are not checked."""
+    """Check the libraries of an engine, download its model, and check what the embedded one reads."""
+    if backend := ENGINES.get(spec.partition("=")[0]):
+        check_libraries([backend])
+    download_model(model)
     if spec.partition("=")[0] == "torch":
         _check_model_config(model)
         _check_weights(model)

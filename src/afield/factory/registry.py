@@ -6,7 +6,7 @@ is chosen; a missing library is reported with the extra that installs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from afield.errors import UsageError
 
+GATEWAY_LIBRARIES = ("aiohttp", "jinja2", "tokenizers")
 TORCH_LIBRARIES = ("torch", "transformers", "safetensors")
 EXTRAS = {
     "docker": "container",
@@ -139,10 +140,12 @@ def _served_runtime() -> Any:
 RUNTIMES: dict[str, RuntimeBackend] = {
     "process": RuntimeBackend(load=_process_runtime, takes_agent=True),
     "sandbox": RuntimeBackend(load=_sandbox_runtime, takes_agent=True),
-    "container": RuntimeBackend(load=_container_runtime, argument="image"),
-    "agentcore": RuntimeBackend(load=_agentcore_runtime, argument="arn"),
-    "kubernetes": RuntimeBackend(load=_kubernetes_runtime, argument="image"),
-    "ray": RuntimeBackend(load=_ray_runtime, takes_agent=True, argument="address"),
+    "container": RuntimeBackend(load=_container_runtime, libraries=("docker",), argument="image"),
+    "agentcore": RuntimeBackend(load=_agentcore_runtime, libraries=("boto3",), argument="arn"),
+    "kubernetes": RuntimeBackend(
+        load=_kubernetes_runtime, libraries=("kubernetes_asyncio",), argument="image"
+    ),
+    "ray": RuntimeBackend(load=_ray_runtime, libraries=("ray",), takes_agent=True, argument="address"),
     "inline": RuntimeBackend(load=_inline_runtime, takes_agent=True),
     "served": RuntimeBackend(load=_served_runtime),
 }
@@ -259,9 +262,21 @@ def check_name(kind: str, name: str, backends: Mapping[str, Backend]) -> None:
         raise UsageError(f"unknown {kind} {name!r}; choose one of: {', '.join(sorted(backends))}")
 
 
-def check_installed(kind: str, name: str, backends: Mapping[str, Backend]) -> None:
-    """Check a name and its libraries without loading them."""
-    check_name(kind, name, backends)
-    for library in backends[name].libraries:
-        if find_spec(library) is None:
-            raise UsageError(f"{library} is not installed: pip install 'afield[{backends[name].extra}]'")
+def check_libraries(backends: Iterable[Backend]) -> None:
+    """Report all libraries that the gateway and these backends lack, with all extras that install them."""
+    needed: dict[str, str] = {}
+    needed |= dict.fromkeys(GATEWAY_LIBRARIES, "gateway")
+    for backend in backends:
+        needed |= {library: EXTRAS.get(library, backend.extra) for library in backend.libraries}
+    check_installed(needed)
+
+
+def check_installed(needed: Mapping[str, str]) -> None:
+    """Report libraries that are not installed, given their extras, without importing them."""
+    missing = {library: extra for library, extra in needed.items() if find_spec(library) is None}
+    if missing:
+        extras = set(missing.values())
+        extras -= {"gateway"} if "train" in extras else set()  # which it includes
+        raise UsageError(
+            f"not installed: {', '.join(missing)}; pip install 'afield[{','.join(sorted(extras))}]'"
+        )

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import structs
 
 from afield.errors import UsageError
-from afield.factory.registry import TRACKERS, TRAINERS, TRANSPORTS, check_installed, load, needs
+from afield.factory.registry import TRACKERS, TRAINERS, TRANSPORTS, check_installed, check_name, load, needs
 from afield.interfaces import Trainer, Transport
 from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.groups import DynamicSampling, StalenessWindow
@@ -112,7 +112,8 @@ def trainer(config: TrainConfig) -> Trainer:
 
 def tracker(name: str) -> Callable[[], Tracker]:
     """Constructor of a tracker; its library is imported when it is called."""
-    check_installed("tracker", name, TRACKERS)
+    check_name("tracker", name, TRACKERS)
+    check_installed(dict.fromkeys(TRACKERS[name].libraries, TRACKERS[name].extra))
     return lambda: load("tracker", name, TRACKERS)()
 
 

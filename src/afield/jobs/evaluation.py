@@ -24,6 +24,7 @@ from afield.jobs.training import open_collector
 from afield.orchestrator.config import RolloutObserver
 from afield.orchestrator.groups import validation_specs
 from afield.orchestrator.state import RunDirectory, RunInfo, RunState
+from afield.runs.cost import Cost, cost_of
 from afield.runs.index import RolloutRow
 from afield.settings.train import TrainConfig
 from afield.types import FailureKind, Task
@@ -84,6 +85,8 @@ class EvalSummary(Struct, frozen=True, kw_only=True):
     """Mean seconds of an attempt; None if unknown."""
     refused: dict[str, int]
     """Refused model calls by class of error."""
+    cost: Cost | None
+    """Cost of all attempts; None without prices."""
     by_task: list[TaskResult]
     """Results of each task, in the order of the tasks."""
 
@@ -174,6 +177,7 @@ def summarize(run: RunDirectory, tasks: Sequence[Task], attempts: int, pass_rewa
         sampled_tokens=sum(row.sampled_tokens for row in counted),
         seconds=_mean([row.seconds for row in counted if row.seconds is not None]),
         refused=dict(refused),
+        cost=cost_of(run.path, "eval", run.index.query, pass_reward),
         by_task=[task_result(task, of_task, pass_reward) for task, of_task in by_task.items()],
     )
 

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 INDEX_FILE = "index.sqlite"
 LINE_FILES = ("metrics.jsonl", "validation.jsonl", "events.jsonl")
-FORMAT = 3
+FORMAT = 4
 """Number of the schema; an index with another one is rebuilt."""
 BUSY_TIMEOUT_S = 5.0
 """Seconds to wait for another process that writes the index."""
@@ -121,6 +121,8 @@ class RolloutRow(Struct, frozen=True, kw_only=True):
     """Number of training sequences."""
     context_tokens: int
     """Tokens of the longest conversation, prompt and replies."""
+    prompt_tokens: int
+    """Prompt tokens of all recorded model calls, each with its whole prompt."""
     sampled_tokens: int
     """Sampled tokens: trained, excluded and untrained ones."""
     trained_tokens: int
@@ -645,6 +647,7 @@ def row_of(result: RolloutResult, place: FilePosition, step: int | None) -> Roll
     failure = outcome.failure
     spans = [span for turn in turns for span in turn.versions]
     parents = {turn.parent for turn in turns}
+    contexts = context_lengths(turns)
     stages: dict[str, Any] = {**stage_seconds(result)}
     return RolloutRow(
         id=rollout.id,
@@ -668,7 +671,8 @@ def row_of(result: RolloutResult, place: FilePosition, step: int | None) -> Roll
         branches=sum(turn.id not in parents for turn in turns),
         tool_calls=sum(len(turn.messages[-1].tool_calls) for turn in turns if turn.messages),
         trajectories=len(result.trajectories),
-        context_tokens=longest_context(turns),
+        context_tokens=max(contexts.values(), default=0),
+        prompt_tokens=sum(contexts[turn.id] - len(turn.token_ids) for turn in turns),
         sampled_tokens=account.sampled,
         trained_tokens=account.trained,
         excluded_tokens=sum(account.excluded.values()),
@@ -712,13 +716,13 @@ def _one_line(text: str) -> str:
     return " ".join(text[: 2 * QUESTION_LENGTH].split())[:QUESTION_LENGTH]
 
 
-def longest_context(turns: Sequence[Turn]) -> int:
-    """Tokens of the longest path of a turn tree."""
+def context_lengths(turns: Sequence[Turn]) -> dict[str, int]:
+    """Tokens of prompt and reply of each turn."""
     lengths: dict[str, int] = {}
     for turn in turns:
         own = len(turn.delta_ids) + len(turn.token_ids)
         lengths[turn.id] = own + (lengths.get(turn.parent, 0) if turn.parent else 0)
-    return max(lengths.values(), default=0)
+    return lengths
 
 
 def calls_of(turns: Iterable[Turn]) -> list[tuple[float, float, Turn]]:

@@ -76,7 +76,8 @@ class TaskSettings(SettingsGroup, frozen=True, kw_only=True):
     title: ClassVar[str] = "Tasks and steps"
 
     model: Annotated[str, Metavar("DIR"), PATH]
-    """Model directory to start from, in Hugging Face format."""
+    """Model directory to start from, in Hugging Face format; ORG/NAME is downloaded from the hub into the
+    working directory."""
     tasks: FilePath = ""
     """Tasks: a JSONL or Parquet file, a Hugging Face dataset directory, or a directory of Harbor tasks. `id`
     names a task, else its position does."""
@@ -229,6 +230,19 @@ class StorageSettings(SettingsGroup, frozen=True, kw_only=True):
     """Survive power cuts: call fsync after every write."""
 
 
+class PriceSettings(SettingsGroup, frozen=True, kw_only=True):
+    """Prices, of which the cost of a run is computed."""
+
+    title: ClassVar[str] = "Prices"
+
+    prompt_price: Annotated[NotNegative, RESUMABLE] = 0.0
+    """Price of a million prompt tokens, in any currency; every call counts its whole prompt. 0 is none."""
+    sampled_price: Annotated[NotNegative, RESUMABLE] = 0.0
+    """Price of a million sampled tokens; 0 is none."""
+    engine_price: Annotated[NotNegative, RESUMABLE] = 0.0
+    """Price of an hour of all GPUs and engines of the run together; 0 is none."""
+
+
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
@@ -315,6 +329,7 @@ class TrainConfig(
     LearningSettings,
     StorageSettings,
     TrackingSettings,
+    PriceSettings,
     GatewayAddress,
     GatewayChildSettings,
     GatewayPoolSettings,

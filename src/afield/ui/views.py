@@ -13,8 +13,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from afield.errors import AfieldError, DamagedFile, NotFound, UsageError
 from afield.jobs.evaluation import mean_pass, mean_reward
+from afield.runs.cost import cost_of
 from afield.runs.exclusions import REASONS, UntrainedReason
 from afield.ui.data import LoadedRollout, RunData, TurnTokens, read_json
 from afield.utils.columns import indexed, numbers, pack
@@ -151,6 +154,7 @@ def run_page(run: RunData, query: Query) -> dict[str, Any]:
             first,
         ),
         "exactness": exactness(run, summary["split"]),
+        "cost": msgspec.to_builtins(cost_of(run.directory.path, summary.get("kind", ""), run.query)),
     }
 
 

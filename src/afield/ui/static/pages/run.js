@@ -23,6 +23,7 @@ function RunView({ data }) {
       <${Tile} title="rollouts" value=${count(data.rollouts)} href=${address(["r", run, "rollouts"])} note=${pending ? `${count(pending)} wait for a step` : null} />
       <${Tile} title="failed" value=${count(data.failed)} tone=${data.failed ? "bad" : ""} href=${address(["r", run, "rollouts"], { kind: "failed" })} note=${data.rollouts ? percent(data.failed / data.rollouts) : null} />
       <${Exactness} data=${data.exactness} run=${run} />
+      <${Cost} data=${data} />
       ${last && isNumber(last.collect_s) && html`<${Tile} title="last step" value=${seconds(last.collect_s + last.train_s)} note=${`collect ${seconds(last.collect_s)}, train ${seconds(last.train_s)}`} />`}
     </div>
     <${StepBar} run=${run} metrics=${metrics} means=${means} />
@@ -63,6 +64,7 @@ function EvaluationView({ data }) {
       <${Tile} title="failed" value=${count(data.failed)} tone=${data.failed ? "bad" : ""} href=${address(["r", data.run, "rollouts"], { kind: "failed" })} note=${data.rollouts ? percent(data.failed / data.rollouts) : null} />
       ${Object.entries(estimates).map(([name, e]) => html`<${Tile} title=${name} value=${fixed(e.mean)} note=${interval(e)} />`)}
       <${Tile} title="tokens" value=${count(data.exactness.sampled)} note="recorded as sampled" />
+      <${Cost} data=${data} />
     </div>
     ${data.state === "running" && data.kind === "train" && html`<p class="muted">No step has ended yet.</p>`}
     ${tasks.length ? html`<section><h2>Tasks <span class="muted">${count(task_count)}${task_count > tasks.length ? `, the first ${count(tasks.length)}` : ""} · passed: reward of at least ${fixed(pass_reward)}</span></h2>
@@ -79,6 +81,15 @@ function Exactness({ data, run }) {
   const tiers = Object.entries(data.logprob_diff_max).filter(([tier]) => tier !== "all");
   return html`<${Tile} title="exactness: |Δ log p| sampler–trainer" tone=${diff < 1e-2 ? "good wide" : "bad wide"} value=${`≤ ${scientific(diff)}`}
     note=${tiers.map(([tier, value]) => `${tier} ${scientific(value)}`).join(" · ") || `${count(data.trained)} tokens trained`} />`;
+}
+
+// Cost at the prices of the run's settings; nothing without prices.
+function Cost({ data }) {
+  const { cost } = data;
+  if (!cost) return null;
+  const result = data.kind === "eval" ? [cost.per_success, "per success"] : [cost.per_reward, "per point of reward"];
+  const note = [`${fixed(cost.per_rollout, 4)} per rollout`, isNumber(result[0]) && `${fixed(result[0], 4)} ${result[1]}`];
+  return html`<${Tile} title="cost" value=${fixed(cost.total, 4)} note=${note.filter(Boolean).join(" · ")} />`;
 }
 
 function StepBar({ run, metrics, means }) {
