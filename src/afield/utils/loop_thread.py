@@ -1,4 +1,4 @@
-"""Event loop in a thread of its own, for callers of other threads."""
+"""Event loop in a thread, for callers of other threads."""
 
 from __future__ import annotations
 
