@@ -78,9 +78,11 @@ class GatewayProcess:
         try:
             line = await asyncio.wait_for(self._running.stdout.readline(), self._start_timeout_s)
         except TimeoutError as error:
-            place = f"{self._log}, or raise engine_start_timeout_s" if self._log else "its log"
+            late = f"{self._start_timeout_s:g}"
+            if self._log is None:
+                raise Unavailable(f"the gateway did not start within {late} s; see its log") from error
             raise Unavailable(
-                f"the gateway did not start within {self._start_timeout_s:g} s; see {place}"
+                f"the gateway did not start within {late} s; see {self._log}, or raise engine_start_timeout_s"
             ) from error
         if not line:
             raise UsageError(f"the gateway did not start:\n{await asyncio.to_thread(self._last_lines)}")
