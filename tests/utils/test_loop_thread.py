@@ -52,7 +52,8 @@ def test_the_loop_ends_with_its_main_coroutine_and_cancels_what_it_left() -> Non
         left.append(asyncio.create_task(forever()))
         joined.append(thread.join())  # does not wait for itself
 
-    thread = LoopThread("test", main).start()
+    thread = LoopThread("test", main)
+    thread.start()
     assert thread.join() and left[0].cancelled() and joined == [False]
 
 

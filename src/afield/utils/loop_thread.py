@@ -37,9 +37,12 @@ class LoopThread:
         """Start the thread. Repeating is harmless."""
         with self._lock:
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                thread.start()
-                self._thread = thread
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    self._thread.start()
+                except RuntimeError:  # the process has no room for a thread
+                    self._thread = None
+                    raise
         return self
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
