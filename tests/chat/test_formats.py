@@ -23,6 +23,7 @@ from afield.chat import (
     ToolStart,
 )
 from afield.types import Message, ToolCall
+from support.tokenizers import encode_text
 from templates.models import QUESTION, sampled, write_model
 
 SPEAKERS = [
@@ -279,7 +280,7 @@ def test_reply_does_not_depend_on_chunking(
     more = data.draw(st.lists(st.sampled_from(pieces + COMMON), max_size=4))
     text = "".join([*drawn, *more])
     tokens = models[name]
-    ids = sampled(directories[name], text) if data.draw(st.booleans()) else tokens.encode_text(text)
+    ids = sampled(directories[name], text) if data.draw(st.booleans()) else encode_text(tokens, text)
     tools = [tool_for({"a": 1})]
     at_once = read(tokens, ids, tools)
     cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=6))

@@ -14,6 +14,7 @@ from afield.chat.message_rules import FILLER, LAST_RESORT, RULES, fold
 from afield.chat.sample_conversations import PATTERNS, conversations
 from afield.errors import UsageError
 from afield.types import ImageRef, Message, ToolCall
+from support.tokenizers import encode_text
 from templates.models import ALL, ANSWER, QUESTION, SYSTEM, TOOL, call, write_model, write_template
 
 LATER = Message(role="system", content="Speak French.")
@@ -124,7 +125,7 @@ def test_calls_of_a_template_without_tools_are_read_back(models: dict[str, ChatT
     assert tokens.profile.tool_format == "hermes"
     parser = tokens.parser(tools=[TOOL])
     reply = '<tool_call>\n{"name": "lookup", "arguments": {"key": "seven"}}\n</tool_call>'
-    parser.feed(tokens.encode_text(reply))
+    parser.feed(encode_text(tokens, reply))
     parser.finish()
     assert [(c.name, c.arguments) for c in parser.reply.tool_calls] == [("lookup", '{"key": "seven"}')]
 

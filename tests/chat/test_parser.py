@@ -15,6 +15,7 @@ from tokenizers import models as models_of_tokenizers
 from afield.chat import ChatTokenizer, Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
 from afield.types import Message, ToolCall
 from support.tiny_model import CONTROL, MARKERS
+from support.tokenizers import encode_text
 from templates.models import CALLING, NAMES, QUESTION, TOOL, call, sampled, write_model
 
 
@@ -193,7 +194,7 @@ def test_a_malformed_call_is_text_and_the_next_call_has_its_index(tiny: Tiny) ->
 
 
 def test_a_marker_spelled_in_pieces_is_the_same_marker(tiny: Tiny) -> None:
-    spelled = tiny.tokens.encode_text(CALL)
+    spelled = encode_text(tiny.tokens, CALL)
     assert len(spelled) > len(tiny.ids(CALL))
     assert tiny.read(spelled) == tiny.read(tiny.ids(CALL))
 
@@ -257,7 +258,7 @@ TEXTS = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
 @given(text=TEXTS, spelled=st.booleans(), data=st.data())
 @settings(max_examples=100, deadline=None)
 def test_reply_does_not_depend_on_chunking(tiny: Tiny, text: str, spelled: bool, data: st.DataObject) -> None:
-    ids = tiny.tokens.encode_text(text) if spelled else tiny.ids(text)
+    ids = encode_text(tiny.tokens, text) if spelled else tiny.ids(text)
     cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=6))
     at_once = tiny.read(ids)
     assert tiny.read(ids, cuts=cuts) == at_once
@@ -288,13 +289,13 @@ def test_random_ids_decode_as_the_tokenizer_decodes_them(tiny: Tiny, ids: list[i
 @settings(max_examples=100, deadline=None)
 def test_random_text_is_decoded_unchanged(tiny: Tiny, text: str) -> None:
     assume(not text.lstrip().startswith("<think>"))
-    ids = tiny.tokens.encode_text(text)
+    ids = encode_text(tiny.tokens, text)
     assert tiny.read(ids, cuts=range(1, len(ids)), tools=False)[0].content == text
 
 
 def test_incomplete_utf8_is_held_back(tiny: Tiny) -> None:
     parser = tiny.tokens.parser(tools=[])
-    snake = tiny.tokens.encode_text("🐍")
+    snake = encode_text(tiny.tokens, "🐍")
     assert len(snake) == 4
     assert [parser.feed([token]) for token in snake] == [[], [], [], [TextDelta("🐍")]]
     assert parser.feed(snake[:3]) == []

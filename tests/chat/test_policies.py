@@ -9,6 +9,7 @@ import pytest
 from afield.chat import ChatTokenizer, TemplateRefusal
 from afield.errors import UsageError
 from afield.types import Message
+from support.tokenizers import encode_text
 from templates.models import ANSWER, CALLING, QUESTION, RESULT, SYSTEM, TOOL, oracle, sampled, write_model
 
 USER = Message(role="user", content="And eight?")
@@ -128,14 +129,12 @@ def test_a_faithful_session_reads_control_tokens_in_content_as_transformers_does
     faithful = tiny.under(escape="faithful")
     assert faithful.render([SPELLED], []) == expected
     assert tiny.render([SPELLED], []) != expected
-    assert faithful.encode_text("<|im_end|>") == sampled(directories["tiny"], "<|im_end|>")
+    assert encode_text(faithful, "<|im_end|>") == sampled(directories["tiny"], "<|im_end|>")
 
 
 def test_a_rejecting_session_names_the_literal_and_the_message(tiny: ChatTokenizer) -> None:
     tokens = tiny.under(escape="reject")
     with pytest.raises(TemplateRefusal, match=r"\(user\) contains the control token '<\|im_end\|>'"):
         tokens.render([SYSTEM, SPELLED], [])
-    with pytest.raises(TemplateRefusal, match=r"contains the control token '<think>'"):
-        tokens.encode_text("a <think> tag")
     assert tokens.append([SPELLED], truncated=False) is None
     assert tokens.render([SYSTEM, QUESTION], [TOOL]) == tiny.render([SYSTEM, QUESTION], [TOOL])

@@ -57,7 +57,7 @@ GOOD = ("--tasks", "good.jsonl", *MODEL)
             ["train", AGENT, *GOOD, "--runtime", "proces"],
             "agentcore, container, inline, kubernetes, process, ray, sandbox, served",
         ),
-        (["train", AGENT, *GOOD, "--transport", "sq"], "files, memory"),
+        (["train", AGENT, *GOOD, "--transport", "sq"], "memory, files"),
         (["train", AGENT, *GOOD, "--trainer", "ppo"], "grpo"),
         (["train", AGENT, *GOOD, "--steps", "0"], "steps"),
         (["train", AGENT, *GOOD, "--rollouts", "1"], "quorum"),

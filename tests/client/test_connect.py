@@ -114,7 +114,7 @@ def test_agents_run_at_any_endpoint_without_gateway_and_admin_key(
         ({"agent": yes_agent, "attempt_timeout_s": -1}, "attempt_timeout_s = -1 must be positive"),
         ({"agent": yes_agent, "runtime": "process"}, "a function runs inline only"),
         ({"agent": AGENT, "runtime": "cloud"}, "unknown runtime 'cloud'; choose one of: agentcore"),
-        ({"agent": AGENT, "transport": "pigeon"}, "unknown transport 'pigeon'; choose one of: files"),
+        ({"agent": AGENT, "transport": "pigeon"}, "unknown transport 'pigeon'; choose one of: memory, files"),
         ({"agent": AGENT, "transport": "memory"}, "'memory' works with runtime 'inline' only"),
         ({"agent": "agent.py"}, "name your own agent as path/to/file.py:name"),
         ({"agent": f"{AGENT}s"}, "the agent; did you mean"),

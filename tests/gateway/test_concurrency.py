@@ -28,7 +28,7 @@ pytestmark = pytest.mark.anyio
 BUSY_SHARD = """
 import socket, sys
 link = socket.socket(fileno=int(sys.stdin.readline()))
-print("up", flush=True)
+print("{}", flush=True)
 sys.stdin.readline()
 received = 0
 while True:
@@ -42,10 +42,8 @@ while True:
 
 @asynccontextmanager
 async def busy_process() -> AsyncIterator[Process]:
-    process = Process(
-        [sys.executable, "-c", BUSY_SHARD], 0, {}, first_line=lambda index, link: b"%d\n" % link
-    )
-    assert await process.start() == b"up\n"
+    process = Process([sys.executable, "-c", BUSY_SHARD], 0, {}, settings=lambda index, link: b"%d" % link)
+    assert await process.start() == {}
     try:
         yield process
     finally:
@@ -66,10 +64,11 @@ async def test_waiting_connections_are_passed_to_a_busy_process() -> None:
     with ours, theirs:
         async with busy_process() as process:
             handed = await handing_over(process, theirs, wait=5)
-            assert process.process.stdin and process.process.stdout
-            process.process.stdin.write(b"go\n")
+            busy = process.process._running
+            assert busy.stdin and busy.stdout
+            busy.stdin.write(b"go\n")
             await asyncio.wait_for(asyncio.gather(*handed), 60)
-            while int(await asyncio.wait_for(process.process.stdout.readline(), 60)) < len(handed):
+            while int(await asyncio.wait_for(busy.stdout.readline(), 60)) < len(handed):
                 pass
 
 

@@ -47,10 +47,10 @@ async def collect(
     options = {"reward_from": "caller", **options}
     async with b.runner(**options) as (config, runner):
         stores: Any = {"run_state": b.run_state, "rollout_store": b.rollout_store}
-        rewards = GroupRewards(function, config, **stores)
-        groups = GroupRunner(config, runner, b.rollout_store, rewards)
-        completed = await groups.start_group(spec)
-        (group,) = await groups.collect([spec])
+        async with GroupRewards(function, config, **stores) as rewards:
+            groups = GroupRunner(config, runner, b.rollout_store, rewards)
+            completed = await groups.start_group(spec)
+            (group,) = await groups.collect([spec])
         assert [one.outcome for one in group.finished] == list(completed.outcomes)
         return group, completed.drop_reason
 
@@ -77,8 +77,11 @@ async def test_a_function_rewards_the_rollouts_of_a_group_together_and_once(tmp_
 
 
 async def test_an_async_function_gives_named_rewards_and_rewards_of_turns(tmp_path: Path) -> None:
+    threads: list[threading.Thread] = []
+
     async def judge(results: list[RolloutResult]) -> list[dict[str, Any]]:
         await asyncio.sleep(0)
+        threads.append(threading.current_thread())
         return [
             {"reward": 1, "rewards": {"style": 0.5}, "turn_rewards": [n], "metrics": {"rank": n}}
             for n, _ in enumerate(results)
@@ -92,6 +95,7 @@ async def test_an_async_function_gives_named_rewards_and_rewards_of_turns(tmp_pa
         (1.0, {"style": 0.5}, {"0": 1.0}),
     ]
     assert [o.metrics for o in outcomes] == [{"files": 1.0, "rank": 0.0}, {"files": 1.0, "rank": 1.0}]
+    threads[0].join()  # its event loop ends with the rewards
 
 
 async def test_failed_rollouts_are_not_passed_and_get_no_reward(tmp_path: Path) -> None:

@@ -22,7 +22,9 @@ import pytest
 
 import afield
 from afield.errors import UsageError
+from afield.sdk.agent import AgentEntry
 from afield.sdk.app import BODY_BYTES
+from afield.sdk.runner import Runner
 from afield.sdk.serve import load
 from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt
@@ -271,6 +273,27 @@ async def test_an_outcome_that_cannot_be_delivered_is_logged(
     await invoke(app, payload({}, invocation(outcome_url="file:relative")))
     await idle(app)
     assert "r.1 outcome lost" in caplog.text
+
+
+def test_an_async_agent_that_runs_at_shutdown_is_cancelled_without_an_outcome() -> None:
+    begun, cleaned, ended = threading.Event(), threading.Event(), threading.Event()
+    delivered: list[Any] = []
+
+    async def work(payload: dict[str, Any]) -> float:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaned.set()
+        return 1.0
+
+    entry = AgentEntry(fn=work, whole_payload=True, takes_context=False)
+    runner = Runner(entry, deliver=lambda *a: bool(delivered.append(a)), ended=lambda _: ended.set())
+    runner.accept(payload({}, invocation()))
+    assert begun.wait(60)
+    runner.close()
+    assert cleaned.wait(60) and ended.wait(60)
+    assert delivered == []
 
 
 async def test_what_still_runs_at_shutdown_is_logged(app: AnyApp, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,3 +15,8 @@ POLICY = ROOT / "src" / "afield" / "demo" / "policy"
 def load_tokenizer(model: Path = POLICY) -> ChatTokenizer:
     """Tokenizer of a model directory whose files no longer change."""
     return ChatTokenizer.load(model)
+
+
+def encode_text(tokens: ChatTokenizer, text: str) -> list[int]:
+    """Token ids of plain text; control tokens in it follow the `escape` policy."""
+    return tokens._vocab.encode(tokens._escape(text))

@@ -30,6 +30,7 @@ from afield.trajectories import per_turn
 from afield.types import FinishReason, Message, Trajectory
 from support.paths import ROOT
 from support.tiny_model import build_tiny_model
+from support.tokenizers import encode_text
 from support.training_groups import finished, forest, group, group_of
 
 PAGE = ROOT / "docs" / "how-to" / "own-loop.md"
@@ -194,7 +195,7 @@ def test_a_loss_may_be_a_function(tuner):
 
 def test_supervised_rows_train_tokens_that_were_not_sampled(tuner):
     prompt = tuner.sampler.tokenizer.render([Message(role="user", content="the value of seven?")], [])
-    answer = [*tuner.sampler.tokenizer.encode_text("42"), *tuner.sampler.tokenizer.stop_ids[:1]]
+    answer = [*encode_text(tuner.sampler.tokenizer, "42"), *tuner.sampler.tokenizer.stop_ids[:1]]
     for _ in range(30):
         tuner.forward_backward([supervised_row("lesson", prompt, answer)], "cross_entropy")
         tuner.optim_step()

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from afield.errors import DamagedFile, Unavailable, UsageError
-from afield.utils.sqlite import Database, DatabaseBusy, connect, retry_while_busy, transaction
+from afield.utils.sqlite import (
+    Database,
+    DatabaseBusy,
+    connect,
+    connect_read_only,
+    retry_while_busy,
+    transaction,
+)
 from support.virtual_time import run
 
 SCHEMA = "CREATE TABLE IF NOT EXISTS numbers (n INTEGER PRIMARY KEY);"
@@ -34,6 +42,26 @@ def test_file_is_private_and_uses_write_ahead_logging(tmp_path: Path) -> None:
     with database(path) as db:
         assert db.fetch_one("PRAGMA journal_mode") == ("wal",)
         assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_reader_changes_neither_content_nor_mode_nor_journal(tmp_path: Path) -> None:
+    path = tmp_path / "100%?.sqlite"
+    with closing(connect(path, SCHEMA, journal="TRUNCATE")) as own:
+        own.execute("INSERT INTO numbers VALUES (1)")
+    path.chmod(0o644)
+    with closing(connect_read_only(path)) as reader:
+        assert reader.execute("SELECT n FROM numbers").fetchall() == [(1,)]
+        with pytest.raises(sqlite3.OperationalError, match="readonly"):
+            reader.execute("INSERT INTO numbers VALUES (2)")
+    assert path.stat().st_mode & 0o777 == 0o644
+    with closing(connect(path, journal=None)) as own:
+        assert own.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+
+
+def test_a_reader_creates_no_file(tmp_path: Path) -> None:
+    with pytest.raises(sqlite3.OperationalError), closing(connect_read_only(tmp_path / "a.sqlite")):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_file_that_cannot_be_opened_is_a_usage_error_with_path_and_remedy(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from afield.chat import model_files
-from afield.chat.escape import POLICIES, Spelled, policy
+from afield.chat.escape import POLICIES, policy
 from afield.chat.model_files import ModelFiles, ModelIdentity, identify
 from afield.chat.parsers.formats import FORMATS, HARMONY, REASONING
 from afield.chat.parsers.harmony import MARKERS, HarmonyReader
@@ -354,12 +354,3 @@ class ChatTokenizer:
     def reply_bytes(self, token: int) -> bytes:
         """Bytes of a token in a reply: empty for stop ids and hidden control tokens."""
         return self._spellings[token]
-
-    def encode_text(self, text: str) -> list[int]:
-        """Token ids of plain text; control tokens in it follow the `escape` policy."""
-        try:
-            return self._vocab.encode(self._escape(text))
-        except Spelled as spelled:
-            raise TemplateRefusal(
-                f"the text contains the control token {spelled.literal!r}; remove it"
-            ) from spelled

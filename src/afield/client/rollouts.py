@@ -41,6 +41,7 @@ from afield.orchestrator.state import RolloutStore, RolloutSummary, RunDirectory
 from afield.ratelimit import LeasedLimiter, Limiter
 from afield.runs.token_account import ExclusionWatch, TokenAccount, count_tokens
 from afield.types import FailureKind, Group, Outcome, Reason, Rollout, RolloutResult, Sampling, Split
+from afield.utils.loop_thread import LoopThread
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -129,9 +130,9 @@ class RolloutClient:
         self._tasks: dict[RolloutFuture, asyncio.Task[RolloutSummary]] = {}
         self._rewarding = threading.Lock()
         """Held while rewards are recorded and written."""
-        self._thread: threading.Thread | None = None
+        self._thread = LoopThread(f"afield-client-{config.exp_id}", self._run_until_closed)
+        self._stopping = asyncio.Event()
         self._running_ids: set[str] = set()
-        self._loop: Future[asyncio.AbstractEventLoop] = Future()
         self._up: Future[None] = Future()
         self._closed = False
         self._error: BaseException | None = None
@@ -156,13 +157,7 @@ class RolloutClient:
         with self._lock:
             if self._closed:
                 raise UsageError(CLOSED)
-            if self._thread is None:
-                name = f"afield-client-{self.config.exp_id}"
-                self._thread = threading.Thread(
-                    target=asyncio.run, args=(self._run_until_closed(),), name=name
-                )
-                self._thread.daemon = True  # a program that does not call close() can still exit
-                self._thread.start()
+            self._thread.start()
         try:
             self._up.result()
         except BaseException:
@@ -180,13 +175,10 @@ class RolloutClient:
 
     def _close(self) -> BaseException | None:
         with self._lock:
-            self._closed, thread = True, self._thread
-        if thread is not None:
-            self._loop.result()
-            self._call_in_loop(self._stop)
-            if thread is threading.current_thread():  # called in a callback, which the thread cannot join
-                return None
-            thread.join()
+            self._closed = True
+        self._thread.call(self._stop)
+        if not self._thread.join():  # called in a callback, which the thread cannot join
+            return None
         broken, self._error = self._error, None
         return broken
 
@@ -242,7 +234,7 @@ class RolloutClient:
                     return before
             future = RolloutFuture(rollout, end=self._end, read=self._rollout_store.get)
             self._live[rollout.id] = future
-            self._call_in_loop(partial(self._begin, future, before))
+            self._thread.call(partial(self._begin, future, before))
         return future
 
     # --- many ------------------------------------------------------------------------------------
@@ -310,8 +302,9 @@ class RolloutClient:
     def _start(self, batch: RolloutBatch, put: Put) -> None:
         batch.start(put)
         if (timeout := batch.timeout) is not None:
-            loop = self._loop.result()
-            self._call_in_loop(lambda: loop.call_later(timeout, batch.expire, self._attempts))
+            self._thread.call(
+                lambda: asyncio.get_running_loop().call_later(timeout, batch.expire, self._attempts)
+            )
 
     # --- rewards of the caller -------------------------------------------------------------------
 
@@ -393,10 +386,8 @@ class RolloutClient:
 
     async def _run_until_closed(self) -> None:
         """Run the client until it is closed or fails; then complete every future that is left."""
-        self._stopping = asyncio.Event()
         self._slots = asyncio.Semaphore(self.config.concurrency)
         self._main_task = asyncio.create_task(self._main())
-        self._loop.set_result(asyncio.get_running_loop())
         await asyncio.wait([self._main_task])
         error = None if self._main_task.cancelled() else self._main_task.exception()
         with self._lock:
@@ -517,7 +508,7 @@ class RolloutClient:
 
     def _end(self, future: RolloutFuture, why: str) -> None:
         """End a rollout that no caller waits for. Thread-safe."""
-        self._call_in_loop(partial(self._end_here, future, why))
+        self._thread.call(partial(self._end_here, future, why))
 
     def _end_here(self, future: RolloutFuture, why: str) -> None:
         if future.rollout.id in self._running_ids and future in self._tasks:
@@ -527,10 +518,6 @@ class RolloutClient:
 
     def _attempts(self, rollout_id: str) -> int:
         return max(1, len(self._run_state.attempts(rollout_id)))
-
-    def _call_in_loop(self, call: Callable[[], object]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.result().call_soon_threadsafe(call)
 
 
 def _pending(result: RolloutResult) -> bool:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from afield.errors import Unavailable, UsageError
 from afield.settings.train import TrainConfig
+from afield.utils.child_process import wait_or_kill_popen
 
 BUCKET = "afield-demo"
 """S3 bucket of the demo."""
@@ -104,11 +105,7 @@ def _child(name: str, command: list[str], environ: Mapping[str, str], log: Path)
         yield
     finally:
         process.stdin.close()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        wait_or_kill_popen(process)
         process.stdout.close()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-import json
 import resource
 import secrets
 import signal
@@ -257,22 +256,22 @@ async def serve_front(
     with tempfile.TemporaryDirectory(prefix="afield-") as sockets:
         secret = Environment.read().relay_secret
 
-        def first_line(index: int, link: int) -> bytes:
+        def shard_settings(index: int, link: int) -> bytes:
             shard = ShardSettings(
                 index=index, link=link, sockets=Path(sockets), gateway=settings, relay_secret=secret
             )
-            return msgspec.json.encode(shard, enc_hook=str) + b"\n"
+            return msgspec.json.encode(shard, enc_hook=str)
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         front = Front(
             SHARD_COMMAND,
             settings.processes,
             agent_environment(),
-            first_line=first_line,
+            settings=shard_settings,
             start_timeout_s=start_timeout(settings),
             per_address=settings.max_connections,
         )
-        await front.serve(listener, lambda line: ready(json.loads(line)["model"]))
+        await front.serve(listener, lambda started: ready(started["model"]))
 
 
 async def serve_shard(line: bytes, ready: Callable[[str], None]) -> None:

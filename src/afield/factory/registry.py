@@ -1,4 +1,4 @@
-"""Registry of backends: engines, runtimes, transports, trainers, sandboxes, trackers.
+"""Registry of backends: engines, runtimes, trainers, sandboxes, trackers.
 
 A backend is one module, one function here that imports it, and one line of a table. It is imported when it
 is chosen; a missing library is reported with the extra that installs it.
@@ -148,24 +148,6 @@ RUNTIMES: dict[str, RuntimeBackend] = {
     "ray": RuntimeBackend(load=_ray_runtime, libraries=("ray",), takes_agent=True, argument="address"),
     "inline": RuntimeBackend(load=_inline_runtime, takes_agent=True),
     "served": RuntimeBackend(load=_served_runtime),
-}
-
-
-def _files_transport() -> Any:
-    from afield.transports.stores.files import FilesTransport
-
-    return FilesTransport
-
-
-def _memory_transport() -> Any:
-    from afield.transports.stores.memory import MemoryTransport
-
-    return MemoryTransport
-
-
-TRANSPORTS: dict[str, Backend] = {
-    "files": Backend(load=_files_transport),
-    "memory": Backend(load=_memory_transport),
 }
 
 

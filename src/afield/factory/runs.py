@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import structs
 
 from afield.errors import UsageError
-from afield.factory.registry import TRACKERS, TRAINERS, TRANSPORTS, check_installed, check_name, load, needs
+from afield.factory.registry import TRACKERS, TRAINERS, check_installed, check_name, load, needs
 from afield.interfaces import Trainer, Transport
 from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.groups import DynamicSampling, StalenessWindow
@@ -35,13 +35,10 @@ from afield.types import Budget, Task
 
 def transport(config: TrainConfig, run: RunDirectory) -> Transport:
     """Transport of a run: `files`, `memory`, or a specification such as `s3://BUCKET?sqs=URL`."""
-    if "://" in config.outcomes:
-        with needs("gateway"):
-            from afield.transports.spec import from_spec
+    with needs("gateway"):
+        from afield.transports.spec import from_spec
 
-            return from_spec(config.outcomes, run.outcomes)
-    backend = load("transport", config.transport, TRANSPORTS)
-    return backend() if config.transport == "memory" else backend(run.outcomes)
+        return from_spec(config.outcomes, run.outcomes)
 
 
 def limiter(

@@ -7,7 +7,7 @@ import logging
 import shutil
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,6 +25,7 @@ from afield.orchestrator.state import RunDirectory, write_whole
 from afield.runtimes.registry import SessionRegistry, TrackedRuntime
 from afield.settings.environment import Environment, agent_environment
 from afield.settings.train import TrainConfig
+from afield.utils.child_process import terminate
 
 log = logging.getLogger(__name__)
 
@@ -81,9 +82,7 @@ async def cleanup_process(config: TrainConfig, run: RunDirectory) -> AsyncIterat
     try:
         yield
     finally:
-        with suppress(ProcessLookupError):
-            process.terminate()
-        await process.wait()
+        await terminate(process)
 
 
 def _runtime(config: TrainConfig, run: RunDirectory, transport: Transport, prefix: str) -> Runtime:

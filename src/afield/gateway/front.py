@@ -15,8 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from afield.errors import Unavailable
+from afield.errors import Unavailable, UsageError
 from afield.gateway.shards import route
+from afield.utils.gateway_process import GatewayProcess
 
 log = logging.getLogger(__name__)
 HEAD = 32 * 1024
@@ -31,6 +32,8 @@ PEEK_AGAIN_S = 0.25
 """Pause between peeks without new bytes, in seconds."""
 AGAIN_S = 5.0
 """Pause before a failed process is started again, in seconds."""
+TERM_S = 15.0
+"""Time from SIGTERM to SIGKILL, in seconds."""
 
 
 class Process:
@@ -42,40 +45,29 @@ class Process:
         index: int,
         environment: Mapping[str, str],
         *,
-        first_line: Callable[[int, int], bytes],
+        settings: Callable[[int, int], bytes],
         start_timeout_s: float = START_S,
     ) -> None:
-        """`first_line` makes its first line of input from its index and the descriptor of its link."""
-        self._command = command
+        """`settings` makes its input from its index and the descriptor of its link."""
+        self.process = GatewayProcess(command, environment, None, start_timeout_s=start_timeout_s)
+        self.link: socket.socket | None = None
         self._index = index
-        self._environment = environment
-        self._first_line = first_line
-        self._start_timeout_s = start_timeout_s
+        self._settings = settings
         self._handing_over = asyncio.Lock()
         self._writable = asyncio.Event()
 
-    async def start(self) -> bytes:
-        """Starts the process and returns its first line of output, which it prints when it is ready."""
+    async def start(self) -> dict[str, str]:
+        """Starts the process and returns what it prints when it is ready."""
         self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.link.setblocking(False)
         with theirs:
-            self.process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                pass_fds=(theirs.fileno(),),
-                env=self._environment,
-            )
-            assert self.process.stdin is not None and self.process.stdout is not None
-            self.process.stdin.write(self._first_line(self._index, theirs.fileno()))
+            link = theirs.fileno()
+            await self.process.start(self._settings(self._index, link), (link,))
         try:
-            line = await asyncio.wait_for(self.process.stdout.readline(), self._start_timeout_s)
-        except TimeoutError:
-            line = b""
-        if not line:
+            return await self.process.ready()
+        except (Unavailable, UsageError) as error:
             await self.stop()
-            raise Unavailable(f"gateway process {self._index} did not start")
-        return line
+            raise Unavailable(f"gateway process {self._index}: {error}") from error
 
     async def hand_over(self, connection: socket.socket) -> None:
         """Passes a connection to the process, waiting while its socket is full. Raises OSError if it is gone.
@@ -85,6 +77,7 @@ class Process:
         async with self._handing_over:
             while True:
                 link = self.link
+                assert link is not None
                 try:
                     socket.send_fds(link, [b"c"], [connection.fileno()])
                     return
@@ -103,19 +96,13 @@ class Process:
 
     def close_link(self) -> None:
         """Closes the link of a dead process and wakes callers that wait for space."""
-        if self.link.fileno() >= 0:
+        if self.link is not None and self.link.fileno() >= 0:
             asyncio.get_running_loop().remove_writer(self.link)
             self.link.close()
         self._writable.set()
 
     async def stop(self) -> None:
-        with suppress(ProcessLookupError):
-            self.process.terminate()
-        try:
-            await asyncio.wait_for(self.process.wait(), 15)
-        except TimeoutError:
-            self.process.kill()
-            await self.process.wait()
+        await self.process.stop(TERM_S)
         self.close_link()
 
 
@@ -128,27 +115,26 @@ class Front:
         count: int,
         environment: Mapping[str, str],
         *,
-        first_line: Callable[[int, int], bytes],
+        settings: Callable[[int, int], bytes],
         start_timeout_s: float = START_S,
         per_address: int = sys.maxsize,
     ) -> None:
-        """`first_line` makes each process's first line of input. `per_address` limits connections without a
-        whole head."""
+        """`settings` makes each process's input. `per_address` limits connections without a whole head."""
         self._processes = [
-            Process(command, index, environment, first_line=first_line, start_timeout_s=start_timeout_s)
+            Process(command, index, environment, settings=settings, start_timeout_s=start_timeout_s)
             for index in range(count)
         ]
         self._looking: set[asyncio.Task[None]] = set()
         self._headless: Counter[str] = Counter()
         self._per_address = per_address
 
-    async def serve(self, listener: socket.socket, ready: Callable[[bytes], None]) -> None:
+    async def serve(self, listener: socket.socket, ready: Callable[[dict[str, str]], None]) -> None:
         """Serves until cancelled."""
         listener.setblocking(False)
         try:
             # One after the other: the first one creates the store.
-            lines = [await process.start() for process in self._processes]
-            ready(lines[0])
+            started = [await process.start() for process in self._processes]
+            ready(started[0])
             async with asyncio.TaskGroup() as tasks:
                 for process in self._processes:
                     tasks.create_task(self._keep(process))
@@ -156,7 +142,7 @@ class Front:
         finally:
             for task in self._looking:
                 task.cancel()
-            await asyncio.gather(*(p.stop() for p in self._processes if hasattr(p, "process")))
+            await asyncio.gather(*(process.stop() for process in self._processes))
 
     async def _keep(self, process: Process) -> None:
         while True:

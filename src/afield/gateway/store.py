@@ -429,7 +429,7 @@ def _named_by(key_id: str) -> tuple[str, str]:
 def remove_ended(path: Path) -> int:
     """Deletes all closed sessions of a store that is not open, and shrinks the file."""
     try:
-        connection = sqlite3.connect(path, timeout=5, isolation_level=None)
+        connection = sqlite.connect(path, busy_timeout_s=5, synchronous="FULL", journal=None)
         try:
             over = "SELECT id FROM sessions WHERE phase IN ('finalized', 'aborted')"
             over += " AND id NOT IN (SELECT session_id FROM undelivered)"

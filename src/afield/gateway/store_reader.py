@@ -27,12 +27,13 @@ from afield.types import (
     RolloutTimes,
     Task,
 )
+from afield.utils import sqlite
 
 
 def closed_sessions(path: Path, skip: Container[str] = ()) -> Iterator[RolloutResult]:
     """Sessions of the store that take no more calls, oldest first, without those in `known`."""
     try:
-        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
+        with closing(sqlite.connect_read_only(path)) as connection:
             sessions = connection.execute(
                 "SELECT id, body FROM sessions WHERE phase != 'open' ORDER BY created, id"
             ).fetchall()

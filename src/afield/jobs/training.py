@@ -157,7 +157,7 @@ class RunBuilder:
         config, rewards = self.rollout_config, None
         if function := await asyncio.to_thread(factory.reward_function, self.config):
             stores: Any = {"run_state": self.run_state, "rollout_store": self.rollout_store}
-            rewards = GroupRewards(function, config, **stores)
+            rewards = await self.stack.enter_async_context(GroupRewards(function, config, **stores))
         return GroupRunner(config, rollout_runner, self.rollout_store, rewards)
 
     async def group_scheduler(

@@ -14,7 +14,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from msgspec import structs
 
@@ -26,6 +26,7 @@ from afield.orchestrator.state import RolloutStore, RunState
 from afield.sdk.classify import attributed, storable
 from afield.sdk.results import AgentResult, number, read_result
 from afield.types import Failure, FailureKind, Outcome, Reason, RolloutResult, Split
+from afield.utils.loop_thread import LoopThread
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -145,8 +146,14 @@ class GroupRewards:
         self._config = config
         self._run_state = run_state
         self._rollout_store = rollout_store
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop = LoopThread("reward-loop")
+        """Event loop of all calls, so that clients of the function keep their connections."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._loop.stop()  # its coroutines are of the caller, and may block the thread
 
     @property
     def timeout_s(self) -> float:
@@ -203,7 +210,7 @@ class GroupRewards:
             with boundary(FailureKind.VERIFIER, Reason.RAISED, failures.append), attributed(VerifierFailure):
                 values = self._function(list(pending))
                 if inspect.isawaitable(values):
-                    coroutines.append(asyncio.run_coroutine_threadsafe(_awaited(values), self._own_loop()))
+                    coroutines.append(self._loop.start().submit(_awaited(values)))
                     values = coroutines[0].result()
                 outcomes = rewarded_outcomes(pending, values, self._config)
             answer = failures[0] if failures else outcomes
@@ -221,17 +228,9 @@ class GroupRewards:
             for coroutine in coroutines:
                 coroutine.cancel()
 
-    def _own_loop(self) -> asyncio.AbstractEventLoop:
-        """Event loop of all calls, so that clients of the function keep their connections."""
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="reward-loop", daemon=True).start()
-            return self._loop
-
 
 async def _awaited(values: Awaitable[Any]) -> Any:
-    # Attributed here too, because a SystemExit that leaves a task stops the loop.
+    # Attributed here too, so that a SystemExit does not leave the task.
     with attributed(VerifierFailure):
         return await values
 

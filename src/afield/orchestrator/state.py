@@ -329,10 +329,6 @@ class RunState:
         """Rollout ids with the step that trained them."""
         return dict(self._db.fetch_all("SELECT rollout_id, step FROM trained"))
 
-    def groups_taken(self) -> int:
-        """Number of groups that steps have taken."""
-        return self._db.fetch_one("SELECT count(*) FROM groups WHERE step IS NOT NULL")[0]
-
     @property
     def published_step(self) -> int:
         """Last step whose weights were published to the gateway; 0 before the first."""

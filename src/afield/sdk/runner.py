@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import copy
 import inspect
@@ -36,13 +35,14 @@ from afield.errors import (
     boundary,
 )
 from afield.sdk.agent import AgentEntry
-from afield.sdk.classify import attributed, describe, storable
+from afield.sdk.classify import attributed, storable
 from afield.sdk.deliver import deliver as deliver_to_address
 from afield.sdk.deliver import file_root
 from afield.sdk.heartbeat import PROCESS_HEARTBEAT, Heartbeat
 from afield.sdk.results import AgentResult, read_result, read_submission
 from afield.sdk.stores import OutcomeRejected
 from afield.types import Failure, FailureKind, Outcome, Reason
+from afield.utils.loop_thread import LoopThread
 from afield.wire import ROLLOUT_FIELD, Invocation, OutcomeRecord, Submission
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class Runner:
         self._done: OrderedDict[str, Accepted] = OrderedDict()
         self._stopped: set[str] = set()
         self._tasks: dict[str, asyncio.Task[Any]] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop = LoopThread("agents")
         self.instance = secrets.token_hex(8)
         """Random id of this process."""
         self.file_roots: tuple[Path, ...] | None = None
@@ -170,21 +170,19 @@ class Runner:
                 return False
             repeated = session_id in self._stopped
             self._stopped.add(session_id)
-            task, loop = self._tasks.get(session_id), self._loop
-        if task is not None and loop is not None and not repeated:
-            # The loop is closed when the app is shutting down.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(task.cancel)
+            task = self._tasks.get(session_id)
+        if task is not None and not repeated:
+            self._loop.call(task.cancel)
         return True
 
     def close(self) -> None:
         """Log rollouts that end with the process, and stop the event loop of async agents."""
         with self._lock:
             running = [session_id for session_id in self._active if session_id not in self._stopped]
+            self._stopped.update(self._tasks)  # the end of the event loop cancels them
         for session_id in running:
             log.error("runner: %s running at shutdown, no outcome is delivered", session_id)
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.stop()
 
     def _work(self, invocation: Invocation, payload: dict[str, Any], begin: threading.Event | None) -> None:
         session_id = invocation.session_id
@@ -222,8 +220,7 @@ class Runner:
             echo = copy.deepcopy({k: v for k, v in payload.items() if k != ROLLOUT_FIELD})
             value = self._entry.call(payload, invocation)
             if inspect.isawaitable(value):
-                work = self._awaited(value, invocation)
-                value = asyncio.run_coroutine_threadsafe(work, self._agents_loop()).result()
+                value = self._loop.start().submit(self._awaited(value, invocation)).result()
             judged = invocation.role == "judged"
             if judged:
                 results.append(read_submission(value))
@@ -280,30 +277,15 @@ class Runner:
             if stopped:
                 task.cancel()
         try:
-            # Attributed here too, because a SystemExit that leaves a task stops the loop.
+            # Attributed here too, so that a SystemExit does not leave the task.
             with attributed(_failure_class(invocation)):
                 return await value
+        except RolloutFailure:
+            if session_id in self._stopped:  # its failure is dropped, and the loop may be ending
+                raise asyncio.CancelledError from None
+            raise
         finally:
             self._tasks.pop(session_id, None)
-
-    def _agents_loop(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=_run_loop, args=(self._loop,), name="agents", daemon=True).start()
-            return self._loop
-
-
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    stopped = False
-    while not stopped:
-        try:
-            loop.run_forever()
-            stopped = True
-        except (SystemExit, KeyboardInterrupt) as error:
-            log.warning("runner: a task of an agent raised %s, the event loop goes on", describe(error))
-    loop.close()
 
 
 def _failure_class(invocation: Invocation) -> type[RolloutFailure]:

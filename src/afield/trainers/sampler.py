@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import cached_property
@@ -24,6 +23,7 @@ from afield.chat import ChatTokenizer, Tool
 from afield.errors import UsageError
 from afield.interfaces.engine import Chunk, Engine, GenerateRequest
 from afield.types import FinishReason, Message, Sampling, ToolCall, Trajectory, TurnRange, VersionSpan
+from afield.utils.loop_thread import LoopThread
 
 T = TypeVar("T")
 CLOSED = "the engine is not running; use `with open_tuner(...) as tuner:`"
@@ -118,14 +118,11 @@ class EngineSampler:
         self.dtype = ""
         """Dtype of the engine's weights, if it reports one."""
         self._engine = engine
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._loop: LoopThread | None = None
 
     def start(self) -> int:
         """Start the engine; returns the version that it serves."""
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="afield-sampler", daemon=True)
-        self._thread.start()
+        self._loop = LoopThread("afield-sampler").start()
         try:
             self._await(self._engine.__aenter__())
             info = self._await(self._engine.info())
@@ -144,17 +141,16 @@ class EngineSampler:
                 self._halt()
 
     def _halt(self) -> None:
-        if self._loop is not None and self._thread is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-        self._loop = self._thread = None
+        if self._loop is not None:
+            self._loop.stop()
+            self._loop.join()
+        self._loop = None
 
     def _await(self, work: Coroutine[Any, Any, T]) -> T:
         if self._loop is None:
             work.close()
             raise UsageError(CLOSED)
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return self._loop.submit(work).result()
 
     @cached_property
     def tokenizer(self) -> ChatTokenizer:

@@ -1,6 +1,6 @@
 """SQLite helper: WAL connections, transactions and translated errors.
 
-1. `connect` opens a private file (mode 0600) in WAL mode.
+1. `connect` opens a private file (mode 0600) in WAL mode; `connect_read_only` opens one to read.
 2. `Database` is one connection for all threads of a process, opened at first use. Each statement commits on
    its own; `transaction` groups several.
 3. SQLite's errors become `DatabaseBusy`, `DamagedFile`, or the error that the store chose.
@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
+from urllib.parse import quote
 
 from afield.errors import AfieldError, DamagedFile, Unavailable, UsageError
 from afield.utils.private_files import private_database, private_directory
@@ -42,20 +43,30 @@ def connect(
     *,
     busy_timeout_s: float = 30.0,
     synchronous: Synchronous = "NORMAL",
-    journal: Journal = "WAL",
+    journal: Journal | None = "WAL",
 ) -> sqlite3.Connection:
-    """Open `path` in autocommit mode and create the tables of `schema`; raises sqlite3.Error."""
+    """Open `path` in autocommit mode and create the tables of `schema`; raises sqlite3.Error.
+
+    With `journal` None, the file keeps its own.
+    """
     with suppress(OSError):  # SQLite's own error says why the file cannot be written
         private_database(path)
     connection = sqlite3.connect(path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False)
     try:
-        connection.execute(f"PRAGMA journal_mode={journal}")
+        if journal is not None:
+            connection.execute(f"PRAGMA journal_mode={journal}")
         connection.execute(f"PRAGMA synchronous={synchronous}")
         connection.executescript(schema)
     except sqlite3.Error:
         connection.close()
         raise
     return connection
+
+
+def connect_read_only(path: Path) -> sqlite3.Connection:
+    """Open an existing file without writing to it or changing its mode; raises sqlite3.Error."""
+    uri = f"file:{quote(str(path))}?mode=ro"
+    return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
 
 
 def is_busy(error: sqlite3.Error) -> bool:

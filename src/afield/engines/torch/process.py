@@ -7,7 +7,6 @@ engine process exits when the socket closes, so it never outlives its owner, eve
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import socket
 import sys
@@ -36,9 +35,9 @@ from afield.engines.torch.messages import (
 )
 from afield.errors import Unavailable
 from afield.interfaces.engine import Chunk, EngineInfo, GenerateRequest
+from afield.utils.child_process import wait_or_kill
 
 WORKER = "afield.engines.torch.worker"
-STOP_S = 10.0
 
 
 class TorchEngineProcess:
@@ -81,12 +80,7 @@ class TorchEngineProcess:
         if self._writer is None or self._process is None or self._reading is None:
             return
         await self._writer.close()
-        try:
-            await asyncio.wait_for(self._process.wait(), STOP_S)
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
+        await wait_or_kill(self._process)
         await self._reading
         self._writer = self._reading = None
 

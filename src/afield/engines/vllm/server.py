@@ -9,9 +9,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 import signal
 import socket
 import sys
@@ -26,6 +24,9 @@ from msgspec import Struct
 from afield.engines.vllm.engine import VllmEngine
 from afield.errors import Unavailable, UsageError
 from afield.interfaces.engine import GenerateRequest
+from afield.utils.backoff import Backoff
+from afield.utils.child_process import wait_or_kill
+from afield.utils.process_tree import signal_group
 
 log = logging.getLogger(__name__)
 
@@ -186,6 +187,7 @@ class ManagedVllmEngine(VllmEngine):
         self._port = _free_port(options.host)
         self._process: asyncio.subprocess.Process | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._backoff = Backoff(POLL_S, POLL_S * 2**MAX_RESTARTS)
         self._failed = ""  # why it is not started again
         self._down = ""  # why it takes no calls until it was checked and has its weights
         self.restarts = 0
@@ -225,6 +227,7 @@ class ManagedVllmEngine(VllmEngine):
             raise Unavailable(self._failed)
         await super()._refresh()
         self._down, self.restarts = "", 0
+        self._backoff.reset()
 
     def _limit(self, call: GenerateRequest) -> int:
         if self._down:
@@ -275,7 +278,7 @@ class ManagedVllmEngine(VllmEngine):
                     f" {self._server.log}:\n{await self._last_lines()}"
                 )
                 return
-            await asyncio.sleep(POLL_S * 2 ** (self.restarts - 1))
+            await self._backoff.sleep()
             await self._start()
 
     async def _last_lines(self) -> str:
@@ -288,12 +291,7 @@ class ManagedVllmEngine(VllmEngine):
             return
         assert process.stdin is not None
         process.stdin.close()
-        try:
-            await asyncio.wait_for(process.wait(), STOP_S)
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+        await wait_or_kill(process, STOP_S, lambda: signal_group(process.pid, signal.SIGKILL))
 
 
 def _opened(log: Path, line: str) -> BinaryIO:

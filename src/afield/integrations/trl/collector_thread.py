@@ -8,7 +8,6 @@ everything that was started, agents first.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
@@ -19,6 +18,7 @@ from afield.jobs.training import Collector, open_collector
 from afield.orchestrator.state import RunDirectory, RunInfo
 from afield.settings.train import TrainConfig
 from afield.types import Task
+from afield.utils.loop_thread import LoopThread
 
 T = TypeVar("T")
 
@@ -33,38 +33,27 @@ class CollectorThread:
         self.run = run
         self._tasks = tasks
         self._admin_key = admin_key
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._loop: Future[asyncio.AbstractEventLoop] = Future()
+        self._thread = LoopThread(f"afield-{run.id}", self._run)
+        self._stopping = asyncio.Event()
         self._collector: Future[Collector] = Future()
         self._error: BaseException | None = None
 
     def start(self) -> Collector:
         """Start, and return once agents can be launched; raises the error that prevents it."""
-        with self._lock:
-            if self._thread is None:
-                name = f"afield-{self.run.id}"
-                # A daemon, so that a program that does not close it can exit.
-                self._thread = threading.Thread(target=asyncio.run, args=(self._run(),), name=name)
-                self._thread.daemon = True
-                self._thread.start()
+        self._thread.start()
         return self._collector.result()
 
     def close(self) -> None:
         """End the collection; idempotent."""
-        with self._lock:
-            thread = self._thread
-        if thread is not None and thread.is_alive():
-            loop = self._loop.result()
-            loop.call_soon_threadsafe(self._stopping.set)
-            thread.join()
+        self._thread.call(self._stopping.set)
+        self._thread.join()
 
     @property
     def alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread.alive
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop.result())
+        return self._thread.submit(work)
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the collection's loop and wait; raises the error that ended the collection."""
@@ -85,9 +74,7 @@ class CollectorThread:
 
     async def _run(self) -> None:
         """Run the collection, and keep the error that ends it for `start` and `check`."""
-        self._stopping = asyncio.Event()
         collecting = asyncio.create_task(self._collect())
-        self._loop.set_result(asyncio.get_running_loop())
         await asyncio.wait([collecting])
         self._error = None if collecting.cancelled() else collecting.exception()
         if not self._collector.done():

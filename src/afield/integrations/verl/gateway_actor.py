@@ -3,7 +3,7 @@
 1. The gateway is a child process that exits when its standard input closes, that is, when the actor ends or
    is killed.
 2. A job has one gateway; two jobs in one directory are refused.
-3. A gateway that does not start raises an error with its exit status; its log goes to the actor's log.
+3. A gateway that does not start raises an error; its log goes to the actor's log.
 
 This module does not import veRL.
 """
@@ -14,13 +14,11 @@ import asyncio
 import fcntl
 import secrets
 import shutil
-import subprocess
 import time
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
-import msgspec
 import ray  # pyright: ignore[reportMissingImports]
 from msgspec import Struct
 
@@ -30,12 +28,11 @@ from afield.sdk.listen import listen
 from afield.settings.environment import Environment, agent_environment
 from afield.settings.gateway import GatewaySettings
 from afield.settings.trainer import EngineDtype
+from afield.utils.gateway_process import GatewayProcess
 from afield.utils.private_files import private_directory
 
 START_TIMEOUT_S = 600.0
 """Time for the gateway to start and load a large model, in seconds."""
-POLL_INTERVAL_S = 0.5
-"""Interval between checks of the gateway process, in seconds."""
 WILDCARD_HOSTS = ("0.0.0.0", "::")
 OWN_VLLM = "vllm"
 """Engine specification that starts a vLLM server for each replica."""
@@ -143,16 +140,26 @@ class GatewayActor:
         self._weights.mkdir(parents=True)
         self._options, self._model = options, model
         self._servers: dict[int, str] = {}
-        self._starting = asyncio.Lock()
-        self._running: tuple[subprocess.Popen[bytes], GatewayInfo] | None = None
-        if not options.starts_vllm:
-            self._running = self._start(options.engines)
+        self._starting: asyncio.Task[tuple[GatewayProcess, GatewayInfo]] | None = None
 
-    def _start(self, engines: list[str]) -> tuple[subprocess.Popen[bytes], GatewayInfo]:
+    async def _started(self, engines: list[str]) -> tuple[GatewayProcess, GatewayInfo]:
+        """The gateway, which the first call starts. If that fails, every call raises the error."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start(engines))
+        return await asyncio.shield(self._starting)
+
+    async def _start(self, engines: list[str]) -> tuple[GatewayProcess, GatewayInfo]:
         options = self._options
         store = self._weights.parent / f"store-{time.strftime('%Y%m%d-%H%M%S')}"
-        process = _started(options, engines, self._model, store)
-        announced = _announced(process)
+        settings = _settings(options, engines, self._model, store)
+        # Its log goes to the actor's log.
+        process = GatewayProcess(factory.COMMAND, agent_environment(), None, start_timeout_s=START_TIMEOUT_S)
+        await process.start(settings.to_json())
+        try:
+            announced = await process.ready()
+        except BaseException:
+            await process.stop()
+            raise
         local_url = announced["local_url"]
         if options.host in WILDCARD_HOSTS:
             local_url = f"http://{ray.util.get_node_ip_address()}:{urlsplit(local_url).port}"
@@ -169,36 +176,29 @@ class GatewayActor:
     async def add_server(self, rank: int, url: str, servers: int) -> None:
         """Add the vLLM server of a replica; the gateway starts when all `servers` are there."""
         self._servers[rank] = url
-        async with self._starting:
-            if self._running is None and len(self._servers) == servers:
-                engines = [f"{OWN_VLLM}={url}" for _, url in sorted(self._servers.items())]
-                self._running = await asyncio.to_thread(self._start, engines)
+        if len(self._servers) == servers:
+            await self._started([f"{OWN_VLLM}={url}" for _, url in sorted(self._servers.items())])
 
-    def _current(self) -> tuple[subprocess.Popen[bytes], GatewayInfo]:
-        if self._running is None:
+    async def _current(self) -> tuple[GatewayProcess, GatewayInfo]:
+        if self._options.starts_vllm and self._starting is None:
             raise UsageError(
                 f"the gateway has {len(self._servers)} vLLM servers and waits for others; veRL launches them"
                 " where it trains (in mode sync leave actor_rollout_ref.rollout.nnodes at 0), or on nodes of"
                 " their own (separate_async)"
             )
-        return self._running
+        return await self._started(self._options.engines)
 
     async def gateway(self) -> GatewayInfo:
-        process, info = self._current()
-        if process.poll() is not None:
-            raise Unavailable(self._ended())
+        """Address of the gateway once it serves; the first call starts it, unless it waits for servers."""
+        process, info = await self._current()
+        if process.returncode is not None:
+            raise Unavailable(_ended(info, process.returncode))
         return info
 
     async def death(self) -> str:
         """Wait until the gateway has ended; returns how."""
-        process, _ = self._current()
-        while process.poll() is None:
-            await asyncio.sleep(POLL_INTERVAL_S)
-        return self._ended()
-
-    def _ended(self) -> str:
-        process, info = self._current()
-        return f"the gateway at {info.url} has ended with status {process.poll()}; see its log"
+        process, info = await self._current()
+        return _ended(info, await process.wait())
 
     async def _no_op(self, *_: Any, **__: Any) -> None:
         """No-op that veRL expects; see the class."""
@@ -225,14 +225,17 @@ def _lock_directory(folder: Path) -> Any:
     return lock
 
 
-def _started(options: GatewayOptions, engines: list[str], model: str, store: Path) -> subprocess.Popen[bytes]:
-    """Start the gateway; its log goes to the actor's log."""
+def _ended(info: GatewayInfo, code: int) -> str:
+    return f"the gateway at {info.url} has ended with status {code}; see its log"
+
+
+def _settings(options: GatewayOptions, engines: list[str], model: str, store: Path) -> GatewaySettings:
     port, public_url = options.port, options.public_url
     if options.host in WILDCARD_HOSTS and not public_url:
         with listen(options.host, port) as free:
             port = free.getsockname()[1]
         public_url = f"http://{ray.util.get_node_ip_address()}:{port}"
-    settings = GatewaySettings(
+    return GatewaySettings(
         model=model,
         engine=tuple(engines),
         store=str(store),
@@ -246,19 +249,3 @@ def _started(options: GatewayOptions, engines: list[str], model: str, store: Pat
         seed=options.seed,
         engine_dtype=options.engine_dtype,
     )
-    process = subprocess.Popen(
-        factory.COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=agent_environment()
-    )
-    assert process.stdin is not None
-    process.stdin.write(settings.to_json() + b"\n")
-    process.stdin.flush()
-    return process
-
-
-def _announced(process: subprocess.Popen[bytes]) -> dict[str, str]:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        code = process.wait()
-        raise Unavailable(f"the gateway did not start, it ended with status {code}; its log says why")
-    return msgspec.json.decode(line, type=dict[str, str])

@@ -31,7 +31,7 @@ CONNECT_S = 10.0
 PAGE = "500"
 EXPIRED = 410
 TRIES = 4
-PAUSE_S = 0.3
+PAUSE_S = (0.6, 2.4)  # pause after a failed request, in seconds: first value and maximum
 TOKEN_S = 60.0  # time until a token is read or created again, in seconds
 NO_ANSWER = (aiohttp.ClientError, OSError)  # TimeoutError is an OSError
 T = TypeVar("T")
@@ -149,12 +149,13 @@ class KubernetesCluster:
 
 async def retry_unavailable(ask: Callable[[], Awaitable[T]]) -> T:
     """Retry an idempotent request while the server is unavailable."""
-    for tried in range(1, TRIES):
+    backoff = Backoff(*PAUSE_S)
+    for _ in range(1, TRIES):
         try:
             return await ask()
         except Unavailable as error:
             log.info("%s; asked again", error)
-        await asyncio.sleep(PAUSE_S * 2**tried)
+        await backoff.sleep()
     return await ask()
 
 

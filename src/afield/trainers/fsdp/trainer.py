@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from afield.errors import AfieldError, Unavailable, UsageError
 from afield.interfaces.trainer import StepReport
 from afield.types import Group
+from afield.utils.child_process import wait_or_kill_popen
 
 SAME_ERROR_TIMEOUT_S = 30.0
 """Time within which all ranks must raise the same error, in seconds."""
@@ -124,11 +125,7 @@ class FSDPTrainer:
         for rank in self._ranks:
             rank.connection.close()
         for rank in self._ranks:
-            try:
-                rank.process.wait(EXIT_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                rank.process.kill()
-                rank.process.wait()
+            wait_or_kill_popen(rank.process, EXIT_TIMEOUT_S)
         self._scratch.cleanup()
 
     # --- the ranks ------------------------------------------------------------------------------------
