@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class ThreadedGateway:
         self._portal = portal
         self._up = up
         self.url = up.url
+        self.admin_key = ADMIN
         self.root = root
 
     def client(
@@ -79,15 +80,14 @@ class ThreadedGateway:
 
 @contextmanager
 def threaded_gateway(
-    root: Path, model: Path = POLICY, *, path_keys: bool = False
+    root: Path, model: Path = POLICY, *, path_keys: bool = False, outlet: Transport | None = None
 ) -> Iterator[ThreadedGateway]:
     engine = ScriptedEngine(lambda _: YES)
-    with (
-        start_blocking_portal() as portal,
-        portal.wrap_async_context_manager(
-            running(engine, root / "gateway", model, path_keys=path_keys)
-        ) as up,
-    ):
+    with start_blocking_portal() as portal, ExitStack() as stack:
+        if outlet is not None:
+            stack.enter_context(portal.wrap_async_context_manager(outlet))
+        serving = running(engine, root / "gateway", model, path_keys=path_keys, outlet=outlet)
+        up = stack.enter_context(portal.wrap_async_context_manager(serving))
         yield ThreadedGateway(portal, up, root)
 
 

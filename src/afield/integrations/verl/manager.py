@@ -185,7 +185,7 @@ class Manager:
         from afield.integrations.verl import clients
 
         gateway = clients.connect_gateway(run, llm_client)
-        manager = cls(run, clients.client(run, gateway), TransferQueue(), gateway)
+        manager = cls(run, clients.client(run, gateway).start(), TransferQueue(), gateway)
         if run.trainer.estimator == baselines.REMAX:
             baselines.register(manager._baselines)
         atexit.register(manager.close)

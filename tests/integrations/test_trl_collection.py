@@ -1,0 +1,55 @@
+"""Collection for TRL's trainers, beside a gateway that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from afield.integrations.trl.collector_thread import CollectorThread
+from afield.integrations.trl.rollouts import as_tasks, configured
+from afield.orchestrator.groups import GroupSpec
+from afield.orchestrator.state import RunDirectory
+from afield.transports.spec import from_spec
+from integrations.test_verl_clients import AGENT, VERIFIER
+from support.client_gateway import threaded_gateway
+from support.gateways import POLICY
+
+ARGUMENTS = SimpleNamespace(num_generations=2, temperature=1.0, max_completion_length=16, seed=0)
+"""Arguments of TRL's trainer that settings come from."""
+
+
+@pytest.fixture
+def collector(tmp_path: Path) -> Iterator[Any]:
+    """Creates collectors with agents in threads, outcomes through the gateway, and settings of the test."""
+    outcomes = f"files://{tmp_path / 'outcomes'}"
+    opened: list[CollectorThread] = []
+    with threaded_gateway(tmp_path, outlet=from_spec(outcomes, tmp_path)) as gateway:
+
+        def create(tasks: list[dict[str, Any]], **settings: Any) -> CollectorThread:
+            usual = {"gateway": gateway.url, "runtime": "inline", "transport": outcomes}
+            config = configured(ARGUMENTS, str(POLICY), None, usual | settings)
+            run = RunDirectory(tmp_path / "run")
+            opened.append(CollectorThread(config, run, as_tasks(tasks), gateway.admin_key))
+            return opened[-1]
+
+        yield create
+        for one in opened:
+            one.close()
+
+
+def test_a_verifier_gives_the_rewards(
+    collector: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "verify.py").write_text(VERIFIER)
+    monkeypatch.chdir(tmp_path)
+    task = {"id": "t", "question": "six", "hidden": {"answer": "six"}}
+    settings = {"verifier": "verify.py:grade", "verifier_runtime": "process"}
+    thread = collector([task], agent="agent.py:agent", **settings)
+    parts = thread.start()
+    [group] = thread.call(parts.groups.collect([GroupSpec("g", as_tasks([task])[0], 0)]))
+    assert [finished.outcome.reward for finished in group.finished] == [1.0, 1.0]
