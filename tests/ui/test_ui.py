@@ -23,7 +23,7 @@ from afield.ui.live_gateway import metrics
 from afield.ui.run_list import RunList
 from afield.ui.views import shared_prefix
 from afield.utils.columns import indexed, numbers, pack
-from bench.ui.runs import write_hostile, write_many
+from bench.ui.runs import write_hostile, write_many, write_verl
 
 KEY = "the-key"
 MODEL = Path(__file__).parents[2] / "src" / "afield" / "demo" / "policy"
@@ -35,6 +35,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunList]:
     folder = tmp_path_factory.mktemp("runs")
     write_many(folder / "many", 64, steps=2, model=str(MODEL))
     write_hostile(folder / "hostile")
+    write_verl(folder / "verl", steps=3)
     shown = RunList([], folder)
     yield shown
     for run in shown.current():
@@ -170,6 +171,24 @@ async def test_every_page_has_its_data(app: UiApp) -> None:
         assert response.status == 404
         assert response.json()["error"]
     assert (await get(app, "/api/runs/many/tokens/s1-g0-r1?a=x")).status == 400
+
+
+async def test_a_run_of_veRL_has_steps_versions_and_the_data_of_every_page(app: UiApp) -> None:
+    run = (await get(app, "/api/runs/verl")).json()
+    assert [(line["step"], line["rollouts"]) for line in run["metrics"]] == [(1, 16), (2, 16), (3, 16)]
+    assert all(isinstance(line["train_s"], float) for line in run["metrics"])
+    assert [(line["step"], line["rollouts"]) for line in run["validation"]] == [(3, 4)]
+    assert run["exactness"]["trained"] == sum(line["trained_tokens"] for line in run["metrics"])
+    marks = (await get(app, "/api/runs/verl/timeline")).json()["marks"]
+    assert [m["value"] for m in marks if m["kind"] == "trained"] == [1, 2, 3]
+    assert [m["value"] for m in marks if m["kind"] == "published"] == [0, 1, 2, 3]
+    for page in (
+        *("rollouts?limit=5", "rollouts.bin", "events", "excluded", "rollouts/s1g0-0", "tokens/s1g0-0"),
+        *("text/s1g0-0", "groups/s1g0"),
+    ):
+        assert (await get(app, f"/api/runs/verl/{page}")).status == 200
+    diff = await get(app, "/api/diff?run_a=verl&a=s1g0-0&run_b=many&b=s1-g0-r1")
+    assert diff.json()["shared"] >= 0
 
 
 async def test_the_run_has_outcomes_metrics_and_exactness(app: UiApp) -> None:

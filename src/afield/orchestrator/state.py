@@ -802,7 +802,7 @@ class RunDirectory:
         self.index.put_line(path)
 
     def read_validation(self) -> list[dict[str, Any]]:
-        return _whole_lines(self.path / "validation.jsonl")
+        return list({line["step"]: line for line in _whole_lines(self.path / "validation.jsonl")}.values())
 
     def read_rollouts(self, step: int) -> list[RolloutResult]:
         return _read_lines(self.rollouts(step), RolloutResult)

@@ -24,13 +24,14 @@ class StepTotals:
         self._staleness = self._stale_tokens = self._tokens = 0
         self._agent: dict[str, list[float]] = {}
 
-    def add(self, group: Group, *, version: int, dropped: str | None = None) -> None:
-        """Add a group that policy version `version` trains on; `dropped` is why it is not trained."""
+    def add(self, group: Group, *, version: int | None, dropped: str | None = None) -> None:
+        """Add a group that policy version `version` trains on, None if engines do not report theirs;
+        `dropped` is why it is not trained."""
         if dropped is not None:
             self.dropped[group.id] = dropped
         for finished in group.finished:
             self._add(finished)
-        if dropped is None:
+        if dropped is None and version is not None:
             spans = carrying_spans(group)
             self._staleness = max(self._staleness, *(version - span.low for span in spans), 0)
             self._stale_tokens += sum((version - span.low) * (span.end - span.start) for span in spans)

@@ -17,6 +17,12 @@ export function ComparePage({ query }) {
 // Values of a metric by step: a field of the step's line, or of its trainer's or agents' metrics.
 const metricOf = (line, name) => line[name] ?? line.trainer?.[name] ?? line.agent?.[name] ?? null;
 
+// Mean seconds of collecting and training a step, over the lines that have both; NaN without any.
+function stepSeconds(lines) {
+  const timed = lines.filter((m) => isNumber(m.collect_s) && isNumber(m.train_s));
+  return timed.reduce((sum, m) => sum + m.collect_s + m.train_s, 0) / timed.length;
+}
+
 function Overlay({ chosen, query }) {
   const [state, setState] = useState({ data: null, error: null });
   useEffect(() => {
@@ -49,7 +55,7 @@ function OverlayView({ runs, query }) {
     { name: "validation", title: "validation", width: 6, numeric: true, cell: (r) => fixed(r.validation[r.validation.length - 1]?.reward) },
     { name: "failed", title: "failed", width: 5, numeric: true, cell: (r) => (r.rollouts ? percent(r.failed / r.rollouts) : "–") },
     { name: "tokens", title: "tokens", width: 5.5, numeric: true, cell: (r) => count(r.exactness.sampled) },
-    { name: "step_s", title: "per step", width: 5.5, numeric: true, cell: (r) => (last(r) ? seconds(r.metrics.reduce((s, m) => s + m.collect_s + m.train_s, 0) / r.metrics.length) : "–") },
+    { name: "step_s", title: "per step", width: 5.5, numeric: true, cell: (r) => seconds(stepSeconds(r.metrics)) },
   ];
   return html`<div class="toolbar"><label>metric <select value=${name} onChange=${(e) => setQuery({ metric: e.target.value })}>${names.map((n) => html`<option value=${n}>${n}</option>`)}</select></label></div>
     ${x.length > 0 ? html`<${Chart} title="step" x=${x} series=${series} height=${280} />` : html`<p class="muted">None of these runs has steps.</p>`}

@@ -23,7 +23,7 @@ function RunView({ data }) {
       <${Tile} title="rollouts" value=${count(data.rollouts)} href=${address(["r", run, "rollouts"])} note=${pending ? `${count(pending)} wait for a step` : null} />
       <${Tile} title="failed" value=${count(data.failed)} tone=${data.failed ? "bad" : ""} href=${address(["r", run, "rollouts"], { kind: "failed" })} note=${data.rollouts ? percent(data.failed / data.rollouts) : null} />
       <${Exactness} data=${data.exactness} run=${run} />
-      ${last && isNumber(last.collect_s) && html`<${Tile} title="last step" value=${seconds(last.collect_s + last.train_s)} note=${`collect ${seconds(last.collect_s)}, train ${seconds(last.train_s)}`} />`}
+      ${last && isNumber(last.collect_s) && isNumber(last.train_s) && html`<${Tile} title="last step" value=${seconds(last.collect_s + last.train_s)} note=${`collect ${seconds(last.collect_s)}, train ${seconds(last.train_s)}`} />`}
     </div>
     <${StepBar} run=${run} metrics=${metrics} means=${means} />
     <${Outcomes} data=${data} />
