@@ -265,6 +265,19 @@ def _replace_split(rollout: RolloutResult) -> RolloutResult:
     return replace(rollout, rollout=replace(rollout.rollout, split=Split.VAL), advantage=None)
 
 
+def write_evaluation(path: Path, *, tasks: int = 4, attempts: int = 4, seed: int = 0) -> RunDirectory:
+    """A run of `afield eval`: attempts without training steps."""
+    run = RunDirectory(path)
+    run.path.mkdir(parents=True, exist_ok=True)
+    run.write_info(RunInfo(kind="eval", agent="agent.py:agent", attempts=attempts))
+    dice = random.Random(seed)
+    for task in range(tasks):
+        rollouts = map(_replace_split, small_rollouts(10, f"task-{task}", attempts, dice))
+        run.append_rollouts(None, rollouts)
+    run.index.close()
+    return run
+
+
 class ReplayedFuture:
     """Future of a rollout that has ended."""
 

@@ -34,6 +34,7 @@ def collector(tmp_path: Path) -> Iterator[Any]:
 
         def create(tasks: list[dict[str, Any]], **settings: Any) -> CollectorThread:
             usual = {"gateway": gateway.url, "runtime": "inline", "transport": outcomes, "quorum": 1}
+            usual["poll_interval_s"] = 0.1
             config = configured(ARGUMENTS, str(POLICY), None, usual | settings)
             run = RunDirectory(tmp_path / "run")
             opened.append(CollectorThread(config, run, as_tasks(tasks), gateway.admin_key))

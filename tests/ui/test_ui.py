@@ -23,7 +23,7 @@ from afield.ui.live_gateway import metrics
 from afield.ui.run_list import RunList
 from afield.ui.views import shared_prefix
 from afield.utils.columns import indexed, numbers, pack
-from bench.ui.runs import write_hostile, write_many, write_verl
+from bench.ui.runs import write_evaluation, write_hostile, write_many, write_verl
 
 KEY = "the-key"
 MODEL = Path(__file__).parents[2] / "src" / "afield" / "demo" / "policy"
@@ -171,6 +171,17 @@ async def test_every_page_has_its_data(app: UiApp) -> None:
         assert response.status == 404
         assert response.json()["error"]
     assert (await get(app, "/api/runs/many/tokens/s1-g0-r1?a=x")).status == 400
+
+
+async def test_an_evaluation_has_estimates_with_intervals(tmp_path: Path) -> None:
+    write_evaluation(tmp_path / "eval")
+    shown = RunList([], tmp_path)
+    run = (await get(UiApp(Runs(shown.current), key=KEY, cookie="ui"), "/api/runs/eval")).json()
+    assert (run["kind"], run["split"], run["metrics"]) == ("eval", "val", [])
+    estimates = run["evaluation"]["estimates"]
+    assert estimates.keys() == {"mean reward", "pass@1", "pass@2", "pass@4"}
+    assert estimates["pass@2"]["low"] <= estimates["pass@2"]["mean"] <= estimates["pass@2"]["high"]
+    shown.current()[0].close()
 
 
 async def test_a_run_of_veRL_has_steps_versions_and_the_data_of_every_page(app: UiApp) -> None:
