@@ -15,15 +15,16 @@ from typing import Any
 
 import pytest
 
-from afield.orchestrator.state import RunDirectory
+from afield.orchestrator.state import RunDirectory, RunState
 from afield.runs.training_record import VALUES, RecordedTurn, TokenRecord
+from afield.types import Attempt
 from afield.ui.app import STATIC, Runs, UiApp, data
 from afield.ui.export import export_html
 from afield.ui.live_gateway import metrics
 from afield.ui.run_list import RunList
 from afield.ui.views import shared_prefix
 from afield.utils.columns import indexed, numbers, pack
-from bench.ui.runs import write_evaluation, write_hostile, write_many, write_verl
+from bench.ui.runs import FAILURES, write_evaluation, write_hostile, write_many, write_verl
 
 KEY = "the-key"
 MODEL = Path(__file__).parents[2] / "src" / "afield" / "demo" / "policy"
@@ -288,6 +289,29 @@ async def test_the_timeline_has_the_calls_of_a_window(app: UiApp) -> None:
     middle = sorted(columns["t"])[len(columns["t"]) // 2]
     _, later = unpack((await get(app, f"/api/runs/many/events?t0={middle}")).body)
     assert later["t"] == [t for t in columns["t"] if t >= middle]
+
+
+async def test_discarded_work_counts_retried_attempts_failures_and_dropped_groups(tmp_path: Path) -> None:
+    run = write_many(tmp_path / "run", 32, steps=2)
+    with RunState(run.run_state) as state:
+        for rollout_id, tokens in (("s1-g0-r1", 30), ("s1-g0-r2", 5)):
+            state.begin_attempt(Attempt(rollout_id, 1))
+            state.fail_attempt(Attempt(rollout_id, 1), FAILURES[3], tokens)
+    last = run.read_metrics()[-1]
+    run.append_metrics({**last, "dropped_groups": {"s2-g0": "too few"}})
+    run.index.close()
+    shown = RunList([], tmp_path)
+    page = (await get(UiApp(Runs(shown.current), key=KEY, cookie="ui"), "/api/runs/run/timeline")).json()
+    [index] = [one.directory.index for one in shown.current()]
+    failed = index.fetch("SELECT sum(sampled_tokens) FROM rollouts WHERE reward IS NULL")[0][0]
+    dropped = index.fetch(
+        "SELECT sum(sampled_tokens) FROM rollouts WHERE group_id='s2-g0' AND reward IS NOT NULL"
+    )[0][0]
+    assert page["discarded_tokens"]["retried_attempts"] == 35
+    assert page["discarded_tokens"]["failed_rollouts"] == failed > 0
+    assert page["discarded_tokens"]["dropped_groups"] == dropped > 0
+    assert {row["id"] for row in page["discarded"] if row["dropped"]} == {f"s2-g0-r{k}" for k in range(16)}
+    shown.current()[0].close()
 
 
 async def test_settings_that_may_hold_keys_are_not_sent(tmp_path: Path) -> None:
