@@ -323,6 +323,7 @@ def ui(criteria: Criteria, cwd: Path) -> dict[str, Any]:
         criteria.check(name, result[key], result[key] < limit, f"< {limit:g}")
     for name, key in (
         ("what scripts of agents did", "hostile_problems"),
+        ("errors on the pages of a veRL run", "verl_problems"),
         ("problems of the exported file", "export_problems"),
     ):
         criteria.check(name, result[key], not result[key], "nothing")

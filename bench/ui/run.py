@@ -1,7 +1,8 @@
 """Speed, memory and safety of `afield ui` in Chromium, on generated runs.
 
 `python bench/ui/run.py --json` ends with one line: first paint and memory on a run of 100,000 rollouts,
-opening a rollout of 1,000,000 tokens, what scripts of agents did, and an exported file under file://.
+opening a rollout of 1,000,000 tokens, what scripts of agents did, errors on the pages of a run of veRL, and
+an exported file under file://.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from bench.ui.runs import HOSTILE, write_hostile, write_long, write_many  # noqa: E402
+from bench.ui.runs import HOSTILE, write_hostile, write_long, write_many, write_verl  # noqa: E402
 from support.chromium import Browser, Page, browser  # noqa: E402
 from support.ui import element, serving, show, text  # noqa: E402
 
@@ -83,6 +84,25 @@ async def hostile(page: Page) -> list[str]:
     return problems
 
 
+async def other_trainer(page: Page) -> list[str]:
+    """Errors on the pages of a run that veRL's manager wrote; empty if there are none."""
+    errors = len(page.errors)
+    for place, ready in (
+        ("#/r/verl", f"{element('.chart canvas')} && {text('Validation')}"),
+        ("#/r/verl/rollouts", element(".tbody a")),
+        ("#/r/verl/o/s1g0-1", element(".tokens span")),
+        ("#/r/verl/g/s1g0", element(".card")),
+        ("#/r/verl/excluded", element(".table")),
+        ("#/r/verl/timeline", element(".gantt")),
+        ("#/r/verl/diff?a=s1g0-0&b=s1g0-1", element(".tokens span")),
+        ("#/compare?runs=verl,many", f"{element('.chart canvas')} && {text('Tasks of both runs')}"),
+    ):
+        await show(page, place, ready)
+        if await page.evaluate(text("NaN")):
+            page.errors.append(f"{place} shows NaN")
+    return page.errors[errors:]
+
+
 async def exported(browser: Browser, runs: Path, file: Path) -> dict[str, Any]:
     """An exported file, opened without a server."""
     command = [
@@ -139,6 +159,7 @@ async def measure(runs: Path) -> dict[str, Any]:
                 await page.open(url)
                 await page.wait_for(text("Runs"))
                 result["hostile_problems"] = await hostile(page)
+                result["verl_problems"] = await other_trainer(page)
         result |= await exported(chromium, runs, runs / "export.html")
     result["tab_mb"] = max(result["table_mb"], result["tokens_mb"])
     return result
@@ -156,6 +177,7 @@ def main() -> None:
         write_many(runs / "small", 64, steps=4, model=str(MODEL))
         write_long(runs / "long", args.tokens, model=str(MODEL))
         write_hostile(runs / "hostile", model=str(MODEL))
+        write_verl(runs / "verl", model=str(MODEL))
         result = {"rollouts": args.rollouts, "tokens": args.tokens, **asyncio.run(measure(runs))}
     print(json.dumps(result))
 

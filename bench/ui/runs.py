@@ -1,7 +1,7 @@
 """Run directories for tests and benchmarks of the UI, written by the code that writes real ones.
 
-`python -m bench.ui.runs DIR [--rollouts N] [--tokens N]` writes three runs: many rollouts, a rollout of many
-tokens, and hostile strings.
+`python -m bench.ui.runs DIR [--rollouts N] [--tokens N]` writes four runs: many rollouts, a rollout of many
+tokens, hostile strings, and a run of veRL's manager.
 """
 
 from __future__ import annotations
@@ -10,14 +10,20 @@ import argparse
 import json
 import math
 import random
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from afield.orchestrator.state import RolloutStore, RunDirectory
+from msgspec.structs import replace
+
+from afield.orchestrator.config import RolloutConfig
+from afield.orchestrator.state import RolloutStore, RunDirectory, RunInfo
 from afield.trajectories import linear
 from afield.turn_tree import TurnTree
 from afield.types import (
+    Budget,
     Exclusion,
     Failure,
     FailureKind,
@@ -42,6 +48,7 @@ from afield.types import (
 BEGAN = 1_790_000_000.0
 """Wall-clock time at which the runs begin, in seconds."""
 VOCABULARY = 600
+WAIT_S = 60.0
 SAMPLING = Sampling(max_tokens=64)
 FAILURES = (
     Failure(FailureKind.POLICY, Reason.BUDGET, "the session's budget of 8 calls is spent"),
@@ -122,13 +129,15 @@ def times(at: float, ended: float) -> RolloutTimes:
     )
 
 
-def small_rollouts(step: int, group: str, size: int, dice: random.Random) -> list[RolloutResult]:
+def small_rollouts(
+    step: int, group: str, size: int, dice: random.Random, began: float = BEGAN
+) -> list[RolloutResult]:
     """A group of rollouts with tool calls, a retried turn, a sub-agent, failures and refused calls."""
     question = f"How much is item {dice.randrange(1000)} of shop {group}?"
     rollouts: list[RolloutResult] = []
     for k in range(size):
         rollout_id = f"{group}-r{k}"
-        at = BEGAN + step * 20 + dice.random() * 8
+        at = began + step * 20 + dice.random() * 8
         answer = f"It costs {dice.randrange(3)}."
         turns = [
             turn(
@@ -253,9 +262,129 @@ def write_many(
 
 
 def _replace_split(rollout: RolloutResult) -> RolloutResult:
-    from msgspec.structs import replace
-
     return replace(rollout, rollout=replace(rollout.rollout, split=Split.VAL), advantage=None)
+
+
+def write_evaluation(path: Path, *, tasks: int = 4, attempts: int = 4, seed: int = 0) -> RunDirectory:
+    """A run of `afield eval`: attempts without training steps."""
+    run = RunDirectory(path)
+    run.path.mkdir(parents=True, exist_ok=True)
+    run.write_info(RunInfo(kind="eval", agent="agent.py:agent", attempts=attempts))
+    dice = random.Random(seed)
+    for task in range(tasks):
+        rollouts = map(_replace_split, small_rollouts(10, f"task-{task}", attempts, dice))
+        run.append_rollouts(None, rollouts)
+    run.index.close()
+    return run
+
+
+class ReplayedFuture:
+    """Future of a rollout that has ended."""
+
+    def __init__(self, result: RolloutResult) -> None:
+        self._result = result
+
+    def finished(self) -> RolloutResult:
+        return self._result
+
+    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
+        callback(self)
+
+
+class ReplayedClient:
+    """Rollout client for veRL's manager whose rollouts have ended when they begin."""
+
+    config = RolloutConfig(exp_id="verl", model_id="policy")
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.rundir = run
+        self.step = 1
+        self._dice = random.Random(0)
+
+    def begin(self, rollout: Rollout) -> ReplayedFuture:
+        size = int(rollout.id.rpartition("-")[2]) + 1
+        began = time.time() - 20 * self.step - 12
+        one = small_rollouts(self.step, rollout.group_id, size, self._dice, began)[-1]
+        outcome = replace(one.outcome, rollout_id=rollout.id)
+        return ReplayedFuture(replace(one, rollout=rollout, outcome=outcome, advantage=None))
+
+    def close(self) -> None:
+        self.rundir.index.close()
+
+
+class DiscardingQueue:
+    """TransferQueue that keeps only the status of each prompt."""
+
+    def __init__(self) -> None:
+        self.status: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def put(self, entries: Sequence[Any], partition: str) -> None:
+        pass
+
+    def mark(self, uid: str, partition: str, status: str) -> None:
+        with self._changed:
+            self.status[uid] = status
+            self._changed.notify_all()
+
+    def wait(self, uids: Sequence[str]) -> None:
+        """Wait until veRL could train on these prompts."""
+        with self._changed:
+            ended = self._changed.wait_for(
+                lambda: all(self.status.get(uid) in ("finished", "failure") for uid in uids), WAIT_S
+            )
+        assert ended, self.status
+
+
+def verl_batch(step: int, uids: Sequence[str], split: Split = Split.TRAIN) -> Any:
+    """Prompts as veRL gives them to its manager."""
+    from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+    tasks = [{"task_id": uid, "task": json.dumps({"question": f"What is {uid}?"})} for uid in uids]
+    columns = {"uid": NonTensorStack(*uids), "extra_info": NonTensorStack(*tasks)}
+    common = {"global_steps": NonTensorData(step), "validate": NonTensorData(split is Split.VAL)}
+    return TensorDict({**columns, **common}, batch_size=[len(uids)])
+
+
+def write_verl(path: Path, *, steps: int = 4, groups: int = 2, model: str = "") -> RunDirectory:
+    """A run that veRL's manager wrote: synchronous steps, and a validation after the last one."""
+    from afield.integrations.verl.clients import GatewayConnection
+    from afield.integrations.verl.manager import Manager
+    from afield.integrations.verl.settings import VerlRun, VerlSettings, VerlTrainer
+
+    trainer = VerlTrainer(
+        name="verl",
+        folder=str(path),
+        backend="afield",
+        model=model,
+        rollouts=8,
+        val_rollouts=2,
+        sampling=SAMPLING,
+        val_sampling=SAMPLING,
+        budget=Budget(),
+        estimator="grpo",
+        loss_agg_mode="token-mean",
+        mode="sync",
+        hybrid=True,
+        refills=False,
+    )
+    run = RunDirectory(path)
+    run.path.mkdir(parents=True, exist_ok=True)
+    run.write_info(RunInfo(kind="verl", agent="agent.py:agent", model=model, attempts=8))
+    client: Any = ReplayedClient(run)
+    gateway = GatewayConnection("http://127.0.0.1:1", "key")
+    queue = DiscardingQueue()
+    settings = VerlRun(VerlSettings(agent="agent.py:agent"), trainer)
+    manager = Manager(settings, client, cast(Any, queue), gateway)
+    for step in range(1, steps + 1):
+        client.step = step
+        uids = [f"s{step}g{g}" for g in range(groups)]
+        manager.generate_sequences(verl_batch(step, uids))
+        queue.wait(uids)
+    manager.generate_sequences(verl_batch(steps, ["val0", "val1"], Split.VAL))
+    queue.wait(["val0", "val1"])
+    manager.close()
+    return run
 
 
 def long_turns(tokens: int) -> Iterator[Turn]:
@@ -333,6 +462,7 @@ def main() -> None:
     write_many(args.directory / "many", args.rollouts)
     write_long(args.directory / "long", args.tokens)
     write_hostile(args.directory / "hostile")
+    write_verl(args.directory / "verl")
 
 
 if __name__ == "__main__":

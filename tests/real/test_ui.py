@@ -18,7 +18,7 @@ from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.engines.torch.engine import TorchEngine
 from afield.errors import Unavailable
 from bench.ui import run as bench
-from bench.ui.runs import write_hostile, write_many
+from bench.ui.runs import write_evaluation, write_hostile, write_many, write_verl
 from support.chromium import Browser, Page, browser, program
 from support.gateways import ADMIN, running
 from support.ui import element, serving, show, text
@@ -26,7 +26,11 @@ from support.ui import element, serving, show, text
 pytestmark = [pytest.mark.real, pytest.mark.anyio]
 MODEL = Path(bench.MODEL)
 SMALL = ("#/r/small", "#/r/small/rollouts", "#/r/small/o/s1-g0-r1", "#/r/small/g/s1-g0", "#/r/small/excluded")
-PLACES = (*SMALL, "#/r/small/timeline", "#/compare?runs=small", "#/r/small/diff?a=s1-g0-r0&b=s1-g0-r1", "#/")
+VERL = ("#/r/verl", "#/r/verl/rollouts", "#/r/verl/o/s1g0-1", "#/r/verl/g/s1g0", "#/r/verl/timeline")
+PLACES = (
+    *(*SMALL, "#/r/small/timeline", "#/compare?runs=small", "#/r/small/diff?a=s1-g0-r0&b=s1-g0-r1", "#/"),
+    *(*VERL, "#/compare?runs=small,verl", "#/compare?runs=first,second"),
+)
 AGENT = """
 import openai
 
@@ -68,6 +72,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     write_many(folder / "small", 128, steps=4, model=str(MODEL))
     write_hostile(folder / "hostile", model=str(MODEL))
+    write_verl(folder / "verl", model=str(MODEL))
+    for seed, name in enumerate(("first", "second")):
+        write_evaluation(folder / name, seed=seed)
     return folder
 
 
@@ -276,6 +283,23 @@ async def test_recorded_training_colours_tokens(chromium: Browser, tmp_path: Pat
         assert page.errors == []
 
 
+async def test_a_run_of_veRL_is_shown_on_every_page(chromium: Browser, tmp_path: Path) -> None:
+    write_verl(tmp_path / "verl", model=str(MODEL))
+    write_many(tmp_path / "many", 64, steps=2, model=str(MODEL))
+    async with serving(tmp_path) as url, chromium.page() as page:
+        await opened(page, url)
+        assert await bench.other_trainer(page) == []
+
+
+async def test_evaluations_are_compared_by_their_estimates(chromium: Browser, runs: Path) -> None:
+    async with serving(runs) as url, chromium.page() as page:
+        await opened(page, url)
+        ready = " && ".join(map(text, ("Evaluations", "mean reward", "pass@2", "validation rollouts")))
+        await show(page, "#/compare?runs=first,second", f"{ready} && {text('task-0')}")
+        assert not await page.evaluate(f"{text('per step')} || {text('NaN')}")
+        assert page.errors == []
+
+
 async def test_no_script_of_an_agent_runs(chromium: Browser, runs: Path) -> None:
     async with serving(runs) as url, chromium.page() as page:
         await opened(page, url)
@@ -308,4 +332,4 @@ def test_the_benchmark_prints_one_line(tmp_path: Path) -> None:
     root = Path(bench.ROOT)
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=170, check=True)
     result = json.loads(done.stdout)
-    assert result["hostile_problems"] == result["export_problems"] == []
+    assert result["hostile_problems"] == result["verl_problems"] == result["export_problems"] == []

@@ -115,8 +115,10 @@ class Page:
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         await self.send("Emulation.setEmulatedMedia", features=scheme)
 
-    async def screenshot(self, path: Path) -> None:
-        shot = await self.send("Page.captureScreenshot", format=path.suffix[1:])
+    async def screenshot(self, path: Path, quality: int = 80) -> None:
+        """Write the window as PNG, or as WebP of a quality up to 100."""
+        webp = {"quality": quality} if path.suffix == ".webp" else {}
+        shot = await self.send("Page.captureScreenshot", format=path.suffix[1:], **webp)
         await asyncio.to_thread(path.write_bytes, base64.b64decode(shot["data"]))
 
     async def heap_mb(self) -> float:

@@ -35,6 +35,7 @@ class ThreadedGateway:
         self._portal = portal
         self._up = up
         self.url = up.url
+        self.admin_key = ADMIN
         self.root = root
 
     def client(

@@ -15,15 +15,16 @@ from typing import Any
 
 import pytest
 
-from afield.orchestrator.state import RunDirectory
+from afield.orchestrator.state import RunDirectory, RunState
 from afield.runs.training_record import VALUES, RecordedTurn, TokenRecord
+from afield.types import Attempt
 from afield.ui.app import STATIC, Runs, UiApp, data
 from afield.ui.export import export_html
 from afield.ui.live_gateway import metrics
 from afield.ui.run_list import RunList
 from afield.ui.views import shared_prefix
 from afield.utils.columns import indexed, numbers, pack
-from bench.ui.runs import write_hostile, write_many
+from bench.ui.runs import FAILURES, write_evaluation, write_hostile, write_many, write_verl
 from support.written_runs import write_run
 
 KEY = "the-key"
@@ -36,6 +37,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunList]:
     folder = tmp_path_factory.mktemp("runs")
     write_many(folder / "many", 64, steps=2, model=str(MODEL))
     write_hostile(folder / "hostile")
+    write_verl(folder / "verl", steps=3)
     run_list = RunList([], folder)
     yield run_list
     for run in run_list.current():
@@ -184,6 +186,35 @@ async def test_every_page_has_its_data(app: UiApp) -> None:
     assert (await get(app, "/api/runs/many/tokens/s1-g0-r1?a=x")).status == 400
 
 
+async def test_an_evaluation_has_estimates_with_intervals(tmp_path: Path) -> None:
+    write_evaluation(tmp_path / "eval")
+    shown = RunList([], tmp_path)
+    run = (await get(UiApp(Runs(shown.current), key=KEY, cookie="ui"), "/api/runs/eval")).json()
+    assert (run["kind"], run["split"], run["metrics"]) == ("eval", "val", [])
+    estimates = run["evaluation"]["estimates"]
+    assert estimates.keys() == {"mean reward", "pass@1", "pass@2", "pass@4"}
+    assert estimates["pass@2"]["low"] <= estimates["pass@2"]["mean"] <= estimates["pass@2"]["high"]
+    shown.current()[0].close()
+
+
+async def test_a_run_of_veRL_has_steps_versions_and_the_data_of_every_page(app: UiApp) -> None:
+    run = (await get(app, "/api/runs/verl")).json()
+    assert [(line["step"], line["rollouts"]) for line in run["metrics"]] == [(1, 16), (2, 16), (3, 16)]
+    assert all(isinstance(line["train_s"], float) for line in run["metrics"])
+    assert [(line["step"], line["rollouts"]) for line in run["validation"]] == [(3, 4)]
+    assert run["exactness"]["trained"] == sum(line["trained_tokens"] for line in run["metrics"])
+    marks = (await get(app, "/api/runs/verl/timeline")).json()["marks"]
+    assert [m["value"] for m in marks if m["kind"] == "trained"] == [1, 2, 3]
+    assert [m["value"] for m in marks if m["kind"] == "published"] == [0, 1, 2, 3]
+    for page in (
+        *("rollouts?limit=5", "rollouts.bin", "events", "excluded", "rollouts/s1g0-0", "tokens/s1g0-0"),
+        *("text/s1g0-0", "groups/s1g0"),
+    ):
+        assert (await get(app, f"/api/runs/verl/{page}")).status == 200
+    diff = await get(app, "/api/diff?run_a=verl&a=s1g0-0&run_b=many&b=s1-g0-r1")
+    assert diff.json()["shared"] >= 0
+
+
 async def test_the_run_has_outcomes_metrics_and_exactness(app: UiApp) -> None:
     run = (await get(app, "/api/runs/many")).json()
     assert [line["step"] for line in run["metrics"]] == [1, 2]
@@ -270,6 +301,29 @@ async def test_the_timeline_has_the_calls_of_a_window(app: UiApp) -> None:
     middle = sorted(columns["t"])[len(columns["t"]) // 2]
     _, later = unpack((await get(app, f"/api/runs/many/events?t0={middle}")).body)
     assert later["t"] == [t for t in columns["t"] if t >= middle]
+
+
+async def test_discarded_work_counts_retried_attempts_failures_and_dropped_groups(tmp_path: Path) -> None:
+    run = write_many(tmp_path / "run", 32, steps=2)
+    with RunState(run.run_state) as state:
+        for rollout_id, tokens in (("s1-g0-r1", 30), ("s1-g0-r2", 5)):
+            state.begin_attempt(Attempt(rollout_id, 1))
+            state.fail_attempt(Attempt(rollout_id, 1), FAILURES[3], tokens)
+    last = run.read_metrics()[-1]
+    run.append_metrics({**last, "dropped_groups": {"s2-g0": "too few"}})
+    run.index.close()
+    shown = RunList([], tmp_path)
+    page = (await get(UiApp(Runs(shown.current), key=KEY, cookie="ui"), "/api/runs/run/timeline")).json()
+    [index] = [one.directory.index for one in shown.current()]
+    failed = index.fetch("SELECT sum(sampled_tokens) FROM rollouts WHERE reward IS NULL")[0][0]
+    dropped = index.fetch(
+        "SELECT sum(sampled_tokens) FROM rollouts WHERE group_id='s2-g0' AND reward IS NOT NULL"
+    )[0][0]
+    assert page["discarded_tokens"]["retried_attempts"] == 35
+    assert page["discarded_tokens"]["failed_rollouts"] == failed > 0
+    assert page["discarded_tokens"]["dropped_groups"] == dropped > 0
+    assert {row["id"] for row in page["discarded"] if row["dropped"]} == {f"s2-g0-r{k}" for k in range(16)}
+    shown.current()[0].close()
 
 
 async def test_settings_that_may_hold_keys_are_not_sent(tmp_path: Path) -> None:

@@ -24,12 +24,12 @@ from afield.orchestrator.groups import GroupRunner, GroupScheduler, Schedule, Va
 from afield.orchestrator.reward_function import GroupRewards
 from afield.orchestrator.rollout import RolloutRunner
 from afield.orchestrator.state import RolloutStore, RunDirectory, RunInfo, RunState
+from afield.orchestrator.step_totals import mean_metrics
 from afield.orchestrator.tracing import StepTracer, TracingObserver
 from afield.orchestrator.training_loop import (
     LoopConfig,
     StepMetrics,
     TrainingLoop,
-    mean_metrics,
     rewind_published_step,
 )
 from afield.ratelimit import LeasedLimiter

@@ -732,8 +732,8 @@ class RunDirectory:
         self.index.put_line(path)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Read complete lines; `rewind` restores a line that a crash cut short."""
-        return _whole_lines(self.metrics)
+        """Read complete lines, the last one of each step; `rewind` restores a line that a crash cut short."""
+        return list({line["step"]: line for line in _whole_lines(self.metrics)}.values())
 
     def rewind(self, state: StepState | None) -> None:
         """Remove records of steps after the checkpoint, and restore its own line of metrics."""
@@ -788,13 +788,17 @@ class RunDirectory:
         if line["step"] in {written["step"] for written in self.read_validation()}:
             return
         self._write_lines(self.path / "validation" / f"step-{line['step']:04d}.jsonl", finished, line["step"])
+        self.append_validation(line)
+
+    def append_validation(self, line: dict[str, Any]) -> None:
+        """Write the result of a validation whose rollouts are written already."""
         path = self.path / "validation.jsonl"
         with path.open("a", encoding="utf-8") as out:
             out.write(json.dumps(line) + "\n")
         self.index.put_line(path)
 
     def read_validation(self) -> list[dict[str, Any]]:
-        return _whole_lines(self.path / "validation.jsonl")
+        return list({line["step"]: line for line in _whole_lines(self.path / "validation.jsonl")}.values())
 
     def read_rollouts(self, step: int) -> list[RolloutResult]:
         return _read_lines(self.rollouts(step), RolloutResult)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import shutil
 import time
 from collections import Counter
@@ -34,9 +33,10 @@ from afield.orchestrator.state import (
     StepState,
     poll_pause,
 )
+from afield.orchestrator.step_totals import StepTotals, carrying_spans
 from afield.runs.exclusions import UntrainedReason
 from afield.runs.token_account import TokenAccount, count_tokens
-from afield.types import Group, Policy, RolloutResult, Trajectory, VersionSpan
+from afield.types import Group, Policy, RolloutResult, Trajectory
 from afield.utils.durable_files import rename_whole
 
 log = logging.getLogger(__name__)
@@ -480,20 +480,7 @@ def rewind_published_step(run: RunDirectory, run_state: RunState) -> None:
 
 def staleness(group: Group, version: int) -> int:
     """Largest number of policy versions between sampling and `version`, over trainable tokens."""
-    return max((version - span.low for span in _spans([group])), default=0)
-
-
-def mean_staleness(groups: Sequence[Group], version: int) -> float:
-    """Mean number of policy versions between sampling and `version`, over trainable tokens."""
-    spans = _spans(groups)
-    total = sum(span.end - span.start for span in spans)
-    return sum((version - span.low) * (span.end - span.start) for span in spans) / max(total, 1)
-
-
-def _spans(groups: Sequence[Group]) -> list[VersionSpan]:
-    finished = [f for group in groups for f in group.finished]
-    carrying = [f for f in finished if f.outcome.reward_or_floor(0.0) is not None]
-    return [span for f in carrying for t in f.trajectories for span in t.versions]
+    return max((version - span.low for span in carrying_spans(group)), default=0)
 
 
 def wasted_tokens(groups: Sequence[Group], dropped: dict[str, str]) -> int:
@@ -511,49 +498,34 @@ def step_metrics(
     *, step: int, version: int, batch: StepBatch, report: StepReport, seconds: tuple[float, float]
 ) -> StepMetrics:
     """Compute the metrics of a step; `seconds` are the times of collecting and training."""
-    finished = batch.finished
-    rewards = [r for f in finished if (r := f.outcome.reward_or_floor(0.0)) is not None]
-    kinds = Counter(str(f.outcome.failure.kind) for f in finished if f.outcome.failure)
-    turns = sum(len(f.turns) for f in finished)
+    totals = StepTotals()
+    for group in batch.groups:
+        totals.add(group, version=batch.version, dropped=batch.dropped.get(group.id))
     account = token_account(batch, report)
-    refused: Counter[str] = Counter()
-    for result in finished:
-        refused.update({calls.code: calls.count for calls in result.refused})
     return StepMetrics(
         step=step,
         version=version,
-        reward=sum(rewards) / len(rewards) if rewards else None,
-        rollouts=len(finished),
         trained=report.rollouts,
         too_long=report.too_long,
-        failed=len(finished) - len(rewards),
-        failures=dict(kinds),
-        refused=dict(refused),
-        refusal=_refusal(finished, refused),
-        retried=sum(f.attempts - 1 for f in finished),
-        dropped_groups=batch.dropped,
         refilled_groups=batch.refilled,
-        turns_per_rollout=turns / max(len(finished), 1),
-        tool_calls_per_rollout=sum(map(_tool_calls, finished)) / max(len(finished), 1),
-        sampled_tokens=account.sampled,
-        trained_tokens=account.trained,
-        excluded_tokens=dict(account.excluded),
-        excluded_share=round(account.excluded_share, 6),
-        untrained_tokens=dict(account.untrained),
+        **account_metrics(account),
         wasted_tokens=batch.wasted,
-        staleness=max((staleness(group, batch.version) for group in batch.usable), default=0),
-        staleness_mean=mean_staleness(batch.usable, batch.version),
         collect_s=round(seconds[0], 3),
         train_s=round(seconds[1], 3),
-        agent=mean_metrics(finished),
         trainer=dict(report.metrics),
+        **totals.metrics(),
     )
 
 
-def _refusal(finished: Sequence[RolloutResult], refused: Counter[str]) -> str:
-    """Message of a call that was refused for the most common reason."""
-    code = next((code for code, _ in refused.most_common(1)), None)
-    return next((calls.message for result in finished for calls in result.refused if calls.code == code), "")
+def account_metrics(account: TokenAccount) -> dict[str, Any]:
+    """Fields of `StepMetrics` with the token account."""
+    return {
+        "sampled_tokens": account.sampled,
+        "trained_tokens": account.trained,
+        "excluded_tokens": dict(account.excluded),
+        "excluded_share": round(account.excluded_share, 6),
+        "untrained_tokens": dict(account.untrained),
+    }
 
 
 def token_account(batch: StepBatch, report: StepReport) -> TokenAccount:
@@ -563,22 +535,8 @@ def token_account(batch: StepBatch, report: StepReport) -> TokenAccount:
     return trained + dropped.idle(UntrainedReason.DROPPED_GROUP)
 
 
-def mean_metrics(finished: Sequence[RolloutResult]) -> dict[str, float]:
-    """Average each agent metric over the rollouts that report it."""
-    values_of: dict[str, list[float]] = {}
-    for result in finished:
-        for name, value in result.outcome.metrics.items():
-            values_of.setdefault(name, []).append(value)
-    # Divides first, so that the sum of very large numbers does not overflow.
-    return {name: math.fsum(v / len(values) for v in values) for name, values in values_of.items()}
-
-
 def most_common_failure(finished: Sequence[RolloutResult]) -> str:
     """Kind, reason and message of the most common failure."""
     failures = [f.outcome.failure for f in finished if f.outcome.failure]
     counts = Counter(f"{f.kind}/{f.reason}: {f.message}" for f in failures)
     return counts.most_common(1)[0][0] if counts else "no failure at all"
-
-
-def _tool_calls(finished: RolloutResult) -> int:
-    return sum(len(turn.messages[-1].tool_calls) for turn in finished.turns if turn.messages)

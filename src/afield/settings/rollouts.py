@@ -29,7 +29,7 @@ ACTIVE_S = 60.0
 
 
 class AgentSettings(SettingsGroup, frozen=True, kw_only=True):
-    """Where agents run, and how outcomes come back."""
+    """Where agents and verifiers run, and how outcomes come back."""
 
     title: ClassVar[str] = "Agents"
 
@@ -41,6 +41,10 @@ class AgentSettings(SettingsGroup, frozen=True, kw_only=True):
     runtime: Annotated[str, Metavar("NAME[=WHERE]"), RESUMABLE] = "process"
     """Runtime in which agents run: process, sandbox, container=IMAGE, agentcore=ARN, kubernetes=IMAGE, ray,
     inline, or served=URL,URL."""
+    verifier: Target = ""
+    """Function FILE.py:NAME that computes the rewards; without it, agents return them."""
+    verifier_runtime: Literal["process", "sandbox", "ray"] = "sandbox"
+    """Runtime in which verifiers run."""
     transport: Annotated[str, Metavar("SPEC")] = "files"
     """Store through which outcomes of agents reach the run: files, memory, or an address such as
     s3://BUCKET?sqs=URL."""

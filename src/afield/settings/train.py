@@ -128,10 +128,6 @@ class CollectSettings(SettingsGroup, frozen=True, kw_only=True):
     deliver: Delivery = "auto"
     """Destination of outcomes that agents send: the outcome store, or their gateway; auto takes what they can
     reach."""
-    verifier: Target = ""
-    """Function FILE.py:NAME that computes the rewards; without it, agents return them."""
-    verifier_runtime: Literal["process", "sandbox", "ray"] = "sandbox"
-    """Runtime in which verifiers run."""
     reward_function: Target = ""
     """Function FILE.py:NAME that computes the rewards of a group's rollouts together, in the collector, after
     they have ended; without it, agents or the verifier give them."""

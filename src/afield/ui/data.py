@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import threading
 from array import array
 from collections.abc import Sequence
+from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -222,6 +224,18 @@ class RunData:
         except DamagedFile as error:
             return msgspec.structs.replace(rollout, training_error=str(error))
         return msgspec.structs.replace(rollout, training=aligned(training, rollout)) if training else rollout
+
+    def retried_tokens(self) -> dict[str, int]:
+        """Tokens of the attempts that were retried, by rollout id; empty for runs that do not record them."""
+        path = self.directory.run_state
+        if not path.is_file():
+            return {}
+        sql = "SELECT rollout_id, sum(tokens) FROM attempts GROUP BY 1 HAVING sum(tokens) > 0"
+        try:
+            with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as state:
+                return dict(state.execute(sql).fetchall())
+        except sqlite3.Error:  # damaged, or locked while the run starts
+            return {}
 
     # --- the run itself ----------------------------------------------------------------------------
 

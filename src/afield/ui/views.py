@@ -501,7 +501,7 @@ def timeline_page(run: RunData, query: Query) -> dict[str, Any]:
     """Range of the events, changes of the number at once by kind, steps, versions, discarded work."""
     [span] = run.query("SELECT min(t) AS t0, max(t + seconds) AS t1, count(*) AS events FROM events")
     if span["t0"] is None:
-        return {"run": run.key, **span, "buckets": [], "marks": [], "discarded": []}
+        return {"run": run.key, **span, "buckets": [], "marks": [], **discarded_work(run)}
     t0 = number(query, "t0", span["t0"])
     t1 = max(number(query, "t1", span["t1"]), t0 + 1e-3)
     width = (t1 - t0) / BUCKETS
@@ -518,13 +518,28 @@ def timeline_page(run: RunData, query: Query) -> dict[str, Any]:
         "SELECT t, seconds, kind, value FROM events WHERE rollout IS NULL AND t >= ? AND t <= ? ORDER BY t",
         *(t0, t1),
     )
-    discarded = run.query(
-        "SELECT id, step, started, ended, attempts, failure_kind, failure_reason, sampled_tokens, retries_s"
-        " FROM rollouts WHERE (attempts > 1 OR (failure_kind IS NOT NULL AND failure_kind <> 'policy'))"
-        " ORDER BY seq DESC LIMIT 500"
-    )
     window = {"from": t0, "to": t1, "width": width, "bucket_count": BUCKETS, "buckets": buckets}
-    return {"run": run.key, **span, **window, "marks": marks, "discarded": discarded}
+    return {"run": run.key, **span, **window, "marks": marks, **discarded_work(run)}
+
+
+def discarded_work(run: RunData) -> dict[str, Any]:
+    """Tokens of retried attempts, of rollouts without a reward and of dropped groups; and the rollouts."""
+    retried = run.retried_tokens()
+    source = "FROM rollouts r LEFT JOIN dropped d ON d.group_id = r.group_id"
+    [tokens] = run.query(
+        "SELECT coalesce(sum(CASE WHEN r.reward IS NULL THEN r.sampled_tokens END), 0) AS failed_rollouts,"
+        " coalesce(sum(CASE WHEN r.reward IS NOT NULL AND d.reason IS NOT NULL THEN r.sampled_tokens END), 0)"
+        f" AS dropped_groups, coalesce(sum(r.sampled_tokens), 0) AS sampled {source}"
+    )
+    rows = run.query(
+        "SELECT r.id, r.step, r.started, r.ended, r.attempts, r.failure_kind, r.failure_reason,"
+        f" r.sampled_tokens, r.retries_s, d.reason AS dropped {source}"
+        " WHERE r.attempts > 1 OR (r.failure_kind IS NOT NULL AND r.failure_kind <> 'policy')"
+        " OR d.reason IS NOT NULL ORDER BY r.seq DESC LIMIT 500"
+    )
+    tokens = {"retried_attempts": sum(retried.values()), **tokens}
+    discarded = [{**row, "retried_tokens": retried.get(row["id"], 0)} for row in rows]
+    return {"discarded": discarded, "discarded_tokens": tokens}
 
 
 def events_columns(run: RunData, query: Query) -> bytes:

@@ -14,10 +14,13 @@ from typing import Any, TypeVar
 
 from afield.client.rollouts import NullObserver
 from afield.errors import Unavailable
+from afield.integrations.step_recorder import StepRecorder
 from afield.jobs.training import Collector, open_collector
 from afield.orchestrator.state import RunDirectory, RunInfo
+from afield.orchestrator.training_loop import all_results
+from afield.runs.token_account import TokenAccount
 from afield.settings.train import TrainConfig
-from afield.types import Task
+from afield.types import Group, Task
 from afield.utils.loop_thread import LoopThread
 
 T = TypeVar("T")
@@ -31,6 +34,8 @@ class CollectorThread:
     ) -> None:
         self.config = config
         self.run = run
+        self.steps = StepRecorder(run)
+        """Steps of the run; TRL's step n trains between the publications n and n + 1."""
         self._tasks = tasks
         self._admin_key = admin_key
         self._thread = LoopThread(f"afield-{run.id}", self._run)
@@ -71,6 +76,20 @@ class CollectorThread:
         """Raise the error that ended the collection, if any."""
         if self._error is not None:
             raise self._error
+
+    def record(self, step: int, group: Group, account: TokenAccount, dropped: str | None = None) -> None:
+        """Add a group to the metrics of its step."""
+        collector = self._collector.result()
+        rewarded = [f for f in group.finished if f.outcome.reward_or_floor(0.0) is not None]
+        self.steps.add(
+            step,
+            group,
+            version=collector.base + step,
+            account=account,
+            trained=0 if dropped else len(rewarded),
+            dropped=dropped,
+            wasted=collector.run_state.wasted_tokens([f.rollout.id for f in all_results(group)]),
+        )
 
     async def _run(self) -> None:
         """Run the collection, and keep the error that ends it for `start` and `check`."""

@@ -22,6 +22,7 @@ from afield.integrations.trl.rollouts import TaskRows, as_tasks, check_sampling,
 from afield.integrations.trl.rows import check
 from afield.integrations.trl.weights import WeightTransfer
 from afield.orchestrator.groups import GroupSpec, slug
+from afield.runs.token_account import count_tokens
 from afield.types import Group, RolloutResult
 
 Branches = Literal["refuse", "main"]
@@ -80,13 +81,16 @@ class SyncRollouts:
         """Columns with one row per prompt, in order. Each task comes as often as it is to be attempted."""
         collector = self._collector.start()
         self._publish(trainer)
+        step = self._weights.sent
+        self._collector.steps.begin(step)
         groups = self._collector.call(collector.groups.collect(self._group_specs(prompts)))
+        self._keep(collector, groups, step)
         corrected = bool(trainer.use_vllm and trainer.vllm_importance_sampling_correction)
         version = None if corrected else collector.base + self._weights.sent
         results = [finished for group in groups for finished in group.finished]
         rewards = [finished.outcome.reward_or_floor(0.0) for finished in results]
         columns = [self._columns(finished, version) for finished in results]
-        self._forget(collector, groups, trainer.state.global_step + 1)
+        self._forget(collector, groups)
         if all(reward is None for reward in rewards):
             raise UsageError(
                 f"no rollout has a reward; failure of the first one: {results[0].outcome.failure}"
@@ -141,10 +145,16 @@ class SyncRollouts:
             "logprobs": list(main.response_logprobs),
         }
 
-    def _forget(self, collector: Collector, groups: Sequence[Group], step: int) -> None:
-        """Move rollouts from the rollout store to the file of their step."""
+    def _keep(self, collector: Collector, groups: Sequence[Group], step: int) -> None:
+        """Write rollouts to the file of their step, and the step's metrics."""
         for group in groups:
             collector.run.append_rollouts(step, group.finished)
+            self._collector.record(step, group, count_tokens(group.finished))
+        self._collector.steps.collected(step)
+
+    def _forget(self, collector: Collector, groups: Sequence[Group]) -> None:
+        """Remove rollouts from the rollout store."""
+        for group in groups:
             for finished in group.finished:
                 collector.rollout_store.remove(finished.rollout.id)
 

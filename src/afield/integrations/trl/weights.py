@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,8 @@ class WeightTransfer:
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
         """Publish the weights; every later token is sampled by them."""
         collector = self._collector.start()
+        if self.sent:
+            self._collector.steps.trained(self.sent)
         version = collector.base + self.sent + 1
         directory = self._collector.run.weights(version)
         config = self._collector.config
@@ -70,8 +73,11 @@ class WeightTransfer:
         log.info("version %d is published: %s", version, self.published)
         if self._report is not None:
             self._report({f"rollout/{name}": (value, 1) for name, value in self.published.items()})
+        began = time.monotonic()
         self._collector.call(collector.gateway.publish(Policy(self._model.name, version), str(directory)))
         self.sent += 1
+        seconds = time.monotonic() - began
+        self._collector.steps.published(version, seconds=seconds, metrics=self.published)
         self._collector.run.prune(keep_checkpoints=1, keep_weights=self._keep)
 
     def destroy(self) -> None:

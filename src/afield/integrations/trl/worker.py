@@ -151,14 +151,16 @@ class RolloutWorker:
         if self._ending:
             return
         group = await asyncio.to_thread(read_group, collector.rollout_store, ended)
-        # Kept under the first step that may train on them.
-        await asyncio.to_thread(collector.run.append_rollouts, self._version + 1, all_results(group))
+        step = max(1, self._version)  # the first step that may train on them
+        await asyncio.to_thread(collector.run.append_rollouts, step, all_results(group))
         built: list[Any] = []
         if ended.drop_reason is None:
             built = samples(
                 group, self._row_config, number=position, base=collector.base, lengths=self._lengths
             )
-        self._record(group, built, ended.drop_reason)
+        account = token_account(group, built, ended.drop_reason)
+        await asyncio.to_thread(self._collector.record, step, group, account, ended.drop_reason)
+        self._record(group, built, account, ended.drop_reason)
         rollout_ids = (*ended.rollout_ids, *([ended.baseline] if ended.baseline else []))
         self._ready[position] = CompletedRows(built, rollout_ids)
         self._deliver(collector)
@@ -189,7 +191,7 @@ class RolloutWorker:
             older=[born for p, born in self._running.items() if p < position and p not in self._ready],
         )
 
-    def _record(self, group: Group, built: Sequence[Any], dropped: str | None) -> None:
+    def _record(self, group: Group, built: Sequence[Any], account: TokenAccount, dropped: str | None) -> None:
         """Report metrics of a group; raises NoRewards after too many groups without a reward."""
         rewards = [r for f in group.finished if (r := f.outcome.reward_or_floor(0.0)) is not None]
         count = len(group.finished)
@@ -201,7 +203,7 @@ class RolloutWorker:
                 "rollout/turns_per_rollout": (sum(len(f.turns) for f in group.finished), count),
                 "rollout/rows_per_rollout": (len(built), max(len(rewards), 1)),
                 "rollout/attempts_per_rollout": (sum(f.attempts for f in group.finished), count),
-                **self._tokens(group, built, dropped),
+                **self._tokens(account),
                 "rollout/unused_turn_rewards_total": float(
                     unused_turn_rewards([group], credit="outcome", weights={})
                 ),
@@ -216,9 +218,8 @@ class RolloutWorker:
                 f"{self._groups_without_reward} groups without a single reward; most often: {failure}"
             )
 
-    def _tokens(self, group: Group, built: Sequence[Any], dropped: str | None) -> dict[str, Any]:
+    def _tokens(self, account: TokenAccount) -> dict[str, Any]:
         """Token account of a group as metrics."""
-        account = token_account(group, built, dropped)
         if warning := self._excluded.add(account):
             log.warning("%s", warning)
         sampled, excluded = account.sampled, sum(account.excluded.values())

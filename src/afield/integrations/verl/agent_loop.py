@@ -61,7 +61,7 @@ class _SharedClient:
                         " reward per row: set agent_loop_manager_class=afield.integrations.verl.Manager"
                     )
                 gateway = clients.connect_gateway(run, llm_client)
-                client = clients.client(run, gateway, part=f"worker-{os.getpid()}")
+                client = clients.client(run, gateway, part=f"worker-{os.getpid()}").start()
                 self.opened = run, client, gateway
                 gateway.when_gone(self._give_up)
             return self.opened

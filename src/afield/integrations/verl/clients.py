@@ -15,7 +15,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import ray  # pyright: ignore[reportMissingImports]
 from msgspec import Struct, structs
 
 from afield.client import RolloutClient, connect
@@ -57,7 +56,7 @@ class GatewayConnection(Struct, frozen=True):
 
 
 def client(run: VerlRun, gateway: GatewayConnection, part: str = "") -> RolloutClient:
-    """A started client. Each process needs its own `part` of the run directory."""
+    """A client that is not started. Each process needs its own `part` of the run directory."""
     settings, trainer = run.settings, run.trainer
     limits = RateLimits(
         rate_per_s=settings.launch_rate, cold_start_s=settings.cold_start_s, starting=settings.launching
@@ -69,6 +68,8 @@ def client(run: VerlRun, gateway: GatewayConnection, part: str = "") -> RolloutC
         agent=settings.agent or None,
         agent_args=settings.agent_args,
         runtime=settings.runtime,
+        verifier=settings.verifier,
+        verifier_runtime=settings.verifier_runtime,
         transport=settings.transport,
         exp_id=f"{trainer.name}.{part}" if part else trainer.name,
         directory=folder / part if part else folder,
@@ -93,7 +94,7 @@ def client(run: VerlRun, gateway: GatewayConnection, part: str = "") -> RolloutC
         **values_of(settings, Deadlines),
     )
     client.info = structs.replace(client.info, kind="verl", model=trainer.model)
-    return client.start()
+    return client
 
 
 def connect_gateway(run: VerlRun, llm_client: Any) -> GatewayConnection:
@@ -105,6 +106,8 @@ def connect_gateway(run: VerlRun, llm_client: Any) -> GatewayConnection:
             raise UsageError(f"the gateway at {settings.gateway} needs an admin key: set AFIELD_ADMIN_KEY")
         return GatewayConnection(settings.gateway, key)
     if trainer.backend == OWN_BACKEND:
+        import ray  # pyright: ignore[reportMissingImports]
+
         from afield.integrations.verl.gateway_actor import gateway_actor
 
         actor = gateway_actor()
@@ -120,6 +123,8 @@ def connect_gateway(run: VerlRun, llm_client: Any) -> GatewayConnection:
 
 def addresses(llm_client: Any) -> list[str]:
     """HOST:PORT of veRL's rollout servers."""
+    import ray  # pyright: ignore[reportMissingImports]
+
     balancer = llm_client._load_balancer
     servers: list[str] = ray.get(balancer.get_all_servers.remote(), timeout=RAY_TIMEOUT_S)
     if not servers:
@@ -131,6 +136,8 @@ def addresses(llm_client: Any) -> list[str]:
 
 def _start_in_front(run: VerlRun, servers: list[str]) -> GatewayConnection:
     """Start a gateway whose engines are veRL's servers, held by an actor of this job."""
+    import ray  # pyright: ignore[reportMissingImports]
+
     from afield.integrations.verl.gateway_actor import GatewayActor, GatewayOptions
 
     settings, trainer = run.settings, run.trainer

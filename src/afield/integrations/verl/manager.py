@@ -21,12 +21,13 @@ from msgspec import Struct, structs
 
 from afield.client import RolloutClient, RolloutFuture
 from afield.errors import NoRewards, Unavailable, UsageError
+from afield.integrations.step_recorder import StepRecorder
 from afield.integrations.verl import baselines, rows, settings
 from afield.integrations.verl.dataset import task_of
 from afield.orchestrator.groups import greedy
 from afield.orchestrator.state import RolloutStore
 from afield.runs.token_account import ExclusionWatch, TokenAccount, listed
-from afield.types import Rollout, RolloutResult, Sampling, Split
+from afield.types import Group, Rollout, RolloutResult, Sampling, Split
 
 if TYPE_CHECKING:
     from afield.integrations.verl.clients import GatewayConnection
@@ -74,7 +75,7 @@ class GenerateCall(Struct, frozen=True, kw_only=True):
 
 
 class StepCounts:
-    """Counts of one `GenerateCall`, for the log and metrics.jsonl."""
+    """Counts of one `GenerateCall`, for the log."""
 
     def __init__(self, call: GenerateCall) -> None:
         self.call = call
@@ -97,18 +98,10 @@ class StepCounts:
         share = f"{self.tokens.sampled} tokens, {self.tokens.excluded_share:.1%} excluded{excluded}"
         return f"step {self.call.step} ({self.call.split}): {counts}; {share}"
 
-    def line(self) -> dict[str, Any]:
-        """The line of metrics.jsonl."""
-        return {
-            "step": self.call.step,
-            "split": str(self.call.split),
-            **{name: self.counts[name] for name in ("groups", "dropped", "sessions", "rows")},
-            "sampled_tokens": self.tokens.sampled,
-            "trained_tokens": self.tokens.trained,
-            "excluded_tokens": dict(self.tokens.excluded),
-            "excluded_share": round(self.tokens.excluded_share, 6),
-            "untrained_tokens": dict(self.tokens.untrained),
-        }
+    @property
+    def fields(self) -> dict[str, int]:
+        """Fields of the line of metrics.jsonl that only veRL has."""
+        return {name: self.counts[name] for name in ("groups", "dropped", "sessions", "rows")}
 
 
 class PromptGroup:
@@ -162,6 +155,8 @@ class Manager:
         self._groups_dropped = 0
         self._excluded = ExclusionWatch()
         self._version = 0
+        self._steps = StepRecorder(client.rundir)
+        self._waiting: list[int] = []  # training steps that the trainer has not ended yet
         self._baselines = baselines.Baselines()
         self._vision = rows.vision_of(run.trainer.model)
 
@@ -185,7 +180,7 @@ class Manager:
         from afield.integrations.verl import clients
 
         gateway = clients.connect_gateway(run, llm_client)
-        manager = cls(run, clients.client(run, gateway), TransferQueue(), gateway)
+        manager = cls(run, clients.client(run, gateway).start(), TransferQueue(), gateway)
         if run.trainer.estimator == baselines.REMAX:
             baselines.register(manager._baselines)
         atexit.register(manager.close)
@@ -219,6 +214,7 @@ class Manager:
         self._submit(self._begin, batch, counts)
 
     def _begin(self, batch: Sequence[dict[str, Any]], counts: StepCounts) -> None:
+        self._trained(counts.call)
         for prompt in batch:
             self._queue.mark(str(prompt["uid"]), str(counts.call.split), "running")
             rollouts = self._rollouts(prompt, counts.call.split)
@@ -229,6 +225,16 @@ class Manager:
             futures = [self._client.begin(rollout) for rollout in rollouts]
             group = PromptGroup(prompt, counts, futures, greedy_one)
             group.when_ended(lambda group: self._submit(self._write, group))
+
+    def _trained(self, call: GenerateCall) -> None:
+        """Record the steps before a call: it comes once their weights are loaded."""
+        for step in [step for step in self._waiting if step <= call.version]:
+            self._waiting.remove(step)
+            self._steps.trained(step)
+        self._steps.published(call.version)
+        self._steps.begin(call.step, call.split)
+        if call.split is Split.TRAIN and call.step not in self._waiting:
+            self._waiting.append(call.step)
 
     def _rollouts(self, prompt: dict[str, Any], split: Split) -> list[Rollout]:
         uid = str(prompt["uid"])
@@ -288,7 +294,16 @@ class Manager:
                 group.prompt, one, weighted=self._run.weighted, vision=self._vision
             )
         ]
-        self._account(group, result, rows.token_account(finished, result))
+        tokens = rows.token_account(finished, result)
+        self._steps.add(
+            call.step,
+            Group(id=group.uid, task_id=group.uid, epoch=0, split=call.split, finished=tuple(finished)),
+            version=call.version if self._gateway.versioned else None,
+            account=tokens,
+            trained=len(result.sessions),
+            dropped=result.dropped,
+        )
+        self._account(group, result, tokens)
         if entries:
             self._queue.put(entries, str(call.split))
         self._queue.mark(group.uid, str(call.split), "failure" if result.dropped else "finished")
@@ -317,7 +332,8 @@ class Manager:
 
     def _account(self, group: PromptGroup, result: rows.GroupRows, tokens: TokenAccount) -> None:
         call = group.counts.call
-        if call.split is Split.TRAIN and (warning := self._excluded.add(tokens)):
+        train = call.split is Split.TRAIN
+        if train and (warning := self._excluded.add(tokens)):
             log.warning("%s", warning)
         for rollout_id, reason in result.left_out.items():
             log.warning("rollout %s is left out: %s", rollout_id, reason)
@@ -326,11 +342,11 @@ class Manager:
             log.warning("group %s is dropped: %s (%s)", group.uid, result.dropped, replaced)
         if group.counts.add(result, tokens):
             log.info("%s", group.counts)
-            self._client.rundir.append_metrics(group.counts.line())
+            self._steps.collected(call.step, call.split, **(group.counts.fields if train else {}))
             self._client.rundir.prune_rollouts(MAX_ROLLOUT_BYTES, keep_steps=KEPT_STEPS)
             if call.split is Split.VAL and not group.counts.counts["rows"]:
                 raise NoRewards(f"a validation of {call.groups} tasks without any result: {result.dropped}")
-        if call.split is Split.TRAIN:
+        if train:
             self._groups_dropped = self._groups_dropped + 1 if result.dropped else 0
             if self._groups_dropped >= self._run.settings.fruitless:
                 raise NoRewards(

@@ -1,6 +1,7 @@
-// Runs overlaid: rewards and any other metric by step, and tasks with the largest differences.
+// Runs overlaid: rewards and any other metric by step, estimates of evaluations, and tasks with the largest differences.
 
 import { api, getColumns, getJson } from "../api.js";
+import { differences, estimateNames, sharedSplit, stepSeconds } from "../comparison.js";
 import { Chart, Loaded, Table, count, fixed, go, html, isNumber, percent, seconds, setQuery, useData, useEffect, useMemo, useState } from "../components.js";
 
 const PLAIN = ["reward", "failed", "turns_per_rollout", "tool_calls_per_rollout", "sampled_tokens", "trained_tokens", "excluded_share", "wasted_tokens", "staleness", "collect_s", "train_s"];
@@ -49,42 +50,45 @@ function OverlayView({ runs, query }) {
     { name: "validation", title: "validation", width: 6, numeric: true, cell: (r) => fixed(r.validation[r.validation.length - 1]?.reward) },
     { name: "failed", title: "failed", width: 5, numeric: true, cell: (r) => (r.rollouts ? percent(r.failed / r.rollouts) : "–") },
     { name: "tokens", title: "tokens", width: 5.5, numeric: true, cell: (r) => count(r.exactness.sampled) },
-    { name: "step_s", title: "per step", width: 5.5, numeric: true, cell: (r) => (last(r) ? seconds(r.metrics.reduce((s, m) => s + m.collect_s + m.train_s, 0) / r.metrics.length) : "–") },
+    { name: "step_s", title: "per step", width: 5.5, numeric: true, cell: (r) => seconds(stepSeconds(r.metrics)) },
   ];
-  return html`<div class="toolbar"><label>metric <select value=${name} onChange=${(e) => setQuery({ metric: e.target.value })}>${names.map((n) => html`<option value=${n}>${n}</option>`)}</select></label></div>
-    ${x.length > 0 ? html`<${Chart} title="step" x=${x} series=${series} height=${280} />` : html`<p class="muted">None of these runs has steps.</p>`}
-    <${Table} label="runs" columns=${columns} rows=${runs} open=${(r) => go(["r", r.run])} height="40vh" />
-    ${runs.length === 2 && html`<${TaskDifferences} runs=${runs.map((r) => r.run)} />`}`;
+  const trained = runs.filter((run) => !run.evaluation);
+  const evaluated = runs.filter((run) => run.evaluation);
+  const split = sharedSplit(runs);
+  return html`${x.length > 0 && html`<div class="toolbar"><label>metric <select value=${name} onChange=${(e) => setQuery({ metric: e.target.value })}>${names.map((n) => html`<option value=${n}>${n}</option>`)}</select></label></div>
+    <${Chart} title="step" x=${x} series=${series} height=${280} />`}
+    ${trained.length > 0 && html`<${Table} label="runs" columns=${columns} rows=${trained} open=${(r) => go(["r", r.run])} height="40vh" />`}
+    ${evaluated.length > 0 && html`<${Evaluations} runs=${evaluated} />`}
+    ${runs.length === 2 && html`<${TaskDifferences} key=${split} runs=${runs.map((r) => r.run)} split=${split} />`}`;
+}
+
+// Mean reward and pass@k with their intervals, of runs without training steps.
+function Evaluations({ runs }) {
+  const estimate = (e) => (e ? `${fixed(e.mean)}${e.low == null ? "" : ` (${fixed(e.low)} to ${fixed(e.high)})`}` : "–");
+  const columns = [
+    { name: "run", title: "run", width: 14, grow: 2, cell: (r) => html`<a href=${`#/r/${encodeURIComponent(r.run)}`}>${r.run}</a>` },
+    { name: "tasks", title: "tasks", width: 4.5, numeric: true, cell: (r) => count(r.evaluation.task_count) },
+    { name: "rollouts", title: "rollouts", width: 5.5, numeric: true, cell: (r) => count(r.rollouts) },
+    { name: "failed", title: "failed", width: 5, numeric: true, cell: (r) => (r.rollouts ? percent(r.failed / r.rollouts) : "–") },
+    ...estimateNames(runs).map((name) => ({ name, title: name, width: 12, numeric: true, cell: (r) => estimate(r.evaluation.estimates[name]) })),
+    { name: "tokens", title: "tokens", width: 5.5, numeric: true, cell: (r) => count(r.exactness.sampled) },
+  ];
+  return html`<section><h2>Evaluations <span class="muted">estimates with 95 % intervals</span></h2>
+    <${Table} label="evaluations" columns=${columns} rows=${runs} open=${(r) => go(["r", r.run])} height="40vh" /></section>`;
 }
 
 // Mean rewards of tasks that both runs have, with the largest difference first.
-function TaskDifferences({ runs }) {
+function TaskDifferences({ runs, split }) {
   const [state, setState] = useState({ data: null, error: null });
   useEffect(() => {
     Promise.all(runs.map((run) => getColumns(api.of(run, "rollouts.bin")))).then(
-      (tables) => setState({ data: differences(tables), error: null }), (error) => setState({ data: null, error: error.message }));
+      (tables) => setState({ data: differences(tables, split), error: null }), (error) => setState({ data: null, error: error.message }));
   }, [runs.join()]);
   const columns = [
     { name: "task", title: "task", width: 12, grow: 2, cell: (r) => r.task },
     ...runs.map((run, i) => ({ name: run, title: i ? "second" : "first", width: 6, numeric: true, cell: (r) => `${fixed(r.means[i])} (${r.ns[i]})` })),
     { name: "difference", title: "difference", width: 6, numeric: true, cell: (r) => fixed(r.means[1] - r.means[0]) },
   ];
-  return html`<section><h2>Tasks of both runs, mean reward (rollouts)</h2><${Loaded} state=${state}>${(rows) => (rows.length
+  return html`<section><h2>Tasks of both runs, mean reward (rollouts) <span class="muted">${split === "val" ? "validation" : "training"} rollouts</span></h2><${Loaded} state=${state}>${(rows) => (rows.length
     ? html`<${Table} label="tasks" columns=${columns} rows=${rows} height="40vh" />` : html`<p class="muted">The runs have no task in common.</p>`)}</${Loaded}></section>`;
-}
-
-function differences(tables) {
-  const tasks = new Map();
-  tables.forEach((table, side) => {
-    for (let row = 0; row < table.rows; row++) {
-      if (Number.isNaN(table.reward[row])) continue;
-      const task = table.text("task_id", row);
-      if (!tasks.has(task)) tasks.set(task, { task, sums: [0, 0], ns: [0, 0] });
-      const entry = tasks.get(task);
-      entry.sums[side] += table.reward[row];
-      entry.ns[side] += 1;
-    }
-  });
-  const both = [...tasks.values()].filter((t) => t.ns[0] && t.ns[1]).map((t) => ({ ...t, means: t.sums.map((sum, i) => sum / t.ns[i]) }));
-  return both.sort((a, b) => Math.abs(b.means[1] - b.means[0]) - Math.abs(a.means[1] - a.means[0]));
 }

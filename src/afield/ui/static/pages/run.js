@@ -24,7 +24,7 @@ function RunView({ data }) {
       <${Tile} title="failed" value=${count(data.failed)} tone=${data.failed ? "bad" : ""} href=${address(["r", run, "rollouts"], { kind: "failed" })} note=${data.rollouts ? percent(data.failed / data.rollouts) : null} />
       <${Exactness} data=${data.exactness} run=${run} />
       <${Cost} data=${data} />
-      ${last && isNumber(last.collect_s) && html`<${Tile} title="last step" value=${seconds(last.collect_s + last.train_s)} note=${`collect ${seconds(last.collect_s)}, train ${seconds(last.train_s)}`} />`}
+      ${last && isNumber(last.collect_s) && isNumber(last.train_s) && html`<${Tile} title="last step" value=${seconds(last.collect_s + last.train_s)} note=${`collect ${seconds(last.collect_s)}, train ${seconds(last.train_s)}`} />`}
     </div>
     <${StepBar} run=${run} metrics=${metrics} means=${means} />
     <${Outcomes} data=${data} />

@@ -16,7 +16,7 @@ export function TimelinePage({ parts: [, run], query }) {
     <${Loaded} state=${page}>${(data) => (data.t0 == null ? html`<p class="muted">No times were recorded.</p>` : html`
       <${Concurrency} data=${data} />
       <${Loaded} state=${events}>${(table) => html`<${Gantt} run=${run} data=${data} table=${table} />`}</${Loaded}>
-      <${Discarded} run=${run} rows=${data.discarded} />`)}</${Loaded}>`;
+      <${Discarded} run=${run} rows=${data.discarded} tokens=${data.discarded_tokens} />`)}</${Loaded}>`;
 }
 
 // Number of calls, tools and waiting rollouts at each time. Dragging chooses a range.
@@ -128,16 +128,21 @@ function Gantt({ run, data, table }) {
     <div class="scroll"><canvas class="gantt" ref=${canvas} style=${{ height: `${height}px` }} onMouseMove=${over} onClick=${click} role="img" aria-label="rollouts over time"></canvas></div></section>`;
 }
 
-function Discarded({ run, rows }) {
+function Discarded({ run, rows, tokens }) {
   const columns = [
     { name: "id", title: "rollout", width: 14, grow: 2, cell: (r) => rolloutLink(run, r.id) },
     { name: "failure", title: "failure", width: 11, grow: 1, cell: (r) => (r.failure_kind ? `${r.failure_kind}/${r.failure_reason}` : "") },
+    { name: "dropped", title: "group dropped", width: 10, grow: 1, cell: (r) => r.dropped || "" },
     { name: "attempts", title: "attempts", width: 6, numeric: true, cell: (r) => r.attempts },
     { name: "retries", title: "in failed attempts", width: 10, numeric: true, cell: (r) => seconds(r.retries_s) },
+    { name: "retried", title: "their tokens", width: 7.5, numeric: true, cell: (r) => count(r.retried_tokens) },
     { name: "tokens", title: "tokens", width: 5, numeric: true, cell: (r) => count(r.sampled_tokens) },
     { name: "step", title: "step", width: 4, numeric: true, cell: (r) => r.step ?? "–" },
   ];
   if (!rows.length) return null;
-  return html`<section><h2>Discarded work <span class="muted">failed rollouts and retried attempts, latest first</span></h2>
+  const { retried_attempts, failed_rollouts, dropped_groups, sampled } = tokens;
+  const discarded = retried_attempts + failed_rollouts + dropped_groups;
+  return html`<section><h2>Discarded work <span class="muted">failed rollouts, retried attempts and dropped groups, latest first</span></h2>
+    <p class="muted">${count(discarded)} of ${count(sampled + retried_attempts)} sampled tokens: ${count(retried_attempts)} in retried attempts, ${count(failed_rollouts)} in rollouts without a reward, ${count(dropped_groups)} in dropped groups</p>
     <${Table} label="discarded work" columns=${columns} rows=${rows} open=${(r) => go(["r", run, "o", r.id])} height="35vh" /></section>`;
 }
