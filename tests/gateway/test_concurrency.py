@@ -17,9 +17,10 @@ from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.errors import Conflict
 from afield.gateway.front import Process
 from afield.gateway.sessions import SessionManager
-from afield.gateway.store import GatewayStore
+from afield.gateway.store import AT_ONCE, GatewayStore, TurnRow
 from afield.interfaces import SessionSpec
 from afield.interfaces.engine import GenerateRequest
+from afield.types import Sampling, Turn, TurnStatus
 from support.gateways import running, vocabulary
 
 pytestmark = pytest.mark.anyio
@@ -98,6 +99,20 @@ async def test_concurrent_opens_are_written_as_one_group(tmp_path: Path) -> None
         assert [(session.id, new) for session, new in opened] == [(f"r{n}.1", True) for n in range(300)]
         assert store.transactions <= 30
         assert len(sessions) == len(store.session_ids(None, 1000, "")) == 300
+
+
+async def test_turns_of_one_loop_turn_are_written_in_one_transaction(tmp_path: Path) -> None:
+    turns = [turn(n, TurnStatus.DANGLING) for n in range(AT_ONCE + 9)]
+    ended = [turn(n, TurnStatus.ABORTED) for n in range(5)]  # each replaces the intent of the same group
+    rows = [TurnRow(n, 0, t) for n, t in [*enumerate(turns), *enumerate(ended)]]
+    async with CountingStore(tmp_path / "gateway.sqlite") as store:
+        await asyncio.gather(*(store.put_turn("r.1", row) for row in rows))
+        assert store.transactions == 1
+        assert [row.turn for row in store.turns("r.1")] == [*ended, *turns[5:]]
+
+
+def turn(n: int, status: TurnStatus) -> Turn:
+    return Turn(id=f"t{n}", root="", delta_ids=(n,), status=status, sampling=Sampling())
 
 
 async def test_concurrent_opens_of_one_id_create_one_session(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """Gateway store: sessions, turns, images and keys in one SQLite file.
 
-One thread writes everything that waits in one transaction, then resolves the callers' futures. When
-`put_` returns, the row survives a kill -9; `durable=True` adds an fsync per group for power failures. A
-row with the same key is replaced: an intent becomes its turn.
+The event loop hands over the rows of a turn together, and one thread writes everything that waits in one
+transaction, then resolves the callers' futures. When `put_` returns, the row survives a kill -9;
+`durable=True` adds an fsync per group for power failures. A row with the same key is replaced: an intent
+becomes its turn.
 
 An exclusive store belongs to the process that opened it last. An earlier one that still runs, for example
 after it was suspended or cut off from the network, can write nothing more.
@@ -19,7 +20,7 @@ import threading
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
 from enum import StrEnum
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -176,6 +177,11 @@ class TurnRow(Struct, frozen=True):
 T = TypeVar("T")
 Statement = tuple[str, Sequence[Any]]
 Writing = tuple[list[Statement], asyncio.Future[None]]
+PUT_TURN = "INSERT OR REPLACE INTO turns VALUES (?,?,?,?,?)"
+AT_ONCE = 64
+"""Turns of one statement. The thread gives up the interpreter for each statement, not for each row."""
+CACHE_KIB = 16 * 1024
+"""Page cache of the writing connection. Turns go to random places of the tree, which are read from it."""
 
 
 class GatewayStore:
@@ -192,9 +198,8 @@ class GatewayStore:
         self._durable = durable
         self._journal: sqlite.Journal = "TRUNCATE" if shared else "WAL"
         self._owner = secrets.token_bytes(16) if exclusive else None
-        self._queue: queue.SimpleQueue[tuple[list[Statement], asyncio.Future[None]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._waiting: list[Writing] = []  # of this turn of the event loop
+        self._queue: queue.SimpleQueue[list[Writing] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -208,6 +213,7 @@ class GatewayStore:
 
     async def __aexit__(self, *exc: object) -> None:
         self._closed = True
+        self._hand_over()
         self._queue.put(None)
         if self._thread:
             await asyncio.to_thread(self._thread.join)
@@ -252,8 +258,7 @@ class GatewayStore:
 
     def put_turn(self, session_id: str, row: TurnRow) -> Awaitable[None]:
         body = msgspec.msgpack.encode(row)
-        sql = "INSERT OR REPLACE INTO turns VALUES (?,?,?,?,?)"
-        return self._write([(sql, (session_id, row.n, str(row.turn.status), row.seq, body))])
+        return self._write([(PUT_TURN, (session_id, row.n, str(row.turn.status), row.seq, body))])
 
     async def put_images(self, session_id: str, images: Iterable[Image]) -> None:
         sql = "INSERT OR IGNORE INTO images VALUES (?,?,?)"
@@ -359,19 +364,27 @@ class GatewayStore:
         if self._closed:
             raise Unavailable(f"{self._path} is closed: the gateway is stopping")
         finished = self._loop.create_future()
-        self._queue.put((statements, finished))
+        if not self._waiting:
+            self._loop.call_soon(self._hand_over)
+        self._waiting.append((statements, finished))
         return finished
+
+    def _hand_over(self) -> None:
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            self._queue.put(waiting)
 
     def _write_groups(self) -> None:
         connection = self._connect()
-        while (first := self._queue.get()) is not None:
-            group = [first]
+        connection.execute(f"PRAGMA cache_size={-CACHE_KIB}")
+        connection.execute("PRAGMA temp_store=MEMORY")  # what a statement needs to be undone
+        while (group := self._queue.get()) is not None:
             while not self._queue.empty() and len(group) < 256:
-                item = self._queue.get()
-                if item is None:
+                more = self._queue.get()
+                if more is None:
                     self._queue.put(None)
                     break
-                group.append(item)
+                group += more
             error = self._commit(connection, [row for statements, _ in group for row in statements])
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(_complete_futures, [finished for _, finished in group], error)
@@ -382,7 +395,11 @@ class GatewayStore:
             with sqlite.transaction(connection):
                 self._check_owner(connection)
                 for sql, run in groupby(statements, key=itemgetter(0)):
-                    connection.executemany(sql, [values for _, values in run])
+                    rows = [values for _, values in run]
+                    if sql == PUT_TURN:
+                        _insert(connection, sql, rows)
+                    else:
+                        connection.executemany(sql, rows)
         except sqlite3.Error as error:
             return Unavailable(f"cannot write {self._path}: {error}")
         except Unavailable as error:
@@ -419,6 +436,14 @@ class GatewayStore:
     def _connect(self, schema: str = "") -> sqlite3.Connection:
         synchronous = "FULL" if self._durable else "NORMAL"
         return sqlite.connect(self._path, schema, synchronous=synchronous, journal=self._journal)
+
+
+def _insert(connection: sqlite3.Connection, sql: str, rows: Sequence[Sequence[Any]]) -> None:
+    """Inserts rows, `AT_ONCE` with each statement."""
+    _, _, places = sql.rpartition(" ")
+    for first in range(0, len(rows), AT_ONCE):
+        some = rows[first : first + AT_ONCE]
+        connection.execute(sql + f",{places}" * (len(some) - 1), list(chain.from_iterable(some)))
 
 
 def _named_by(key_id: str) -> tuple[str, str]:
