@@ -27,7 +27,7 @@ from bench.gateway.conversations import WINDOWS, Conversations
 from bench.gateway.loads import HEADLINE, PACE_MS, Bench, middle
 from bench.gateway.request_parsing import reading_us
 from bench.gateway.servers import NAMES, PINS, Server, serving, upstream
-from bench.gateway.workload import ANSWER, Workload
+from bench.gateway.workload import Workload
 
 SECONDS, ROUNDS = 2.0, 3
 QUICK_SECONDS, QUICK_ROUNDS = 0.5, 1
@@ -105,7 +105,6 @@ def summary(results: dict[str, Any]) -> dict[str, Any]:
         line["turn_us"] = turns
         line["reading_us"] = afield["reading_us"]
         line["own_us"] = {k: round(value) for k, value in own.items()}
-        line["us_per_streamed_token"] = round(afield["stream"]["cpu_us"] / ANSWER, 1)
         line["rss_mib_2000"] = afield["memory"]["open"]
     return line
 
