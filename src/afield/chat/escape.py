@@ -52,10 +52,13 @@ class Escape:
         self._begun = sorted({rest for beginning, rest in splits if beginning in endings})
 
     def __call__(self, text: str) -> str:
-        text = _SURROGATE.sub("\ufffd", text)
+        if not text.isascii():
+            text = _SURROGATE.sub("\ufffd", text)
         if self._start is None:
             return text
-        return self._head(self._tail(self._start.sub(rf"\1{BREAK}", text)))
+        if self._start.search(text):
+            text = self._start.sub(rf"\1{BREAK}", text)
+        return self._head(self._tail(text))
 
     def _tail(self, text: str) -> str:
         # Templates may strip a text, so its end is the last visible character.

@@ -83,6 +83,7 @@ class ChatTemplate:
         try:
             self._fixed = [text for source in sources.values() for text in _fixed(environment, source)]
             self._templates = {name: environment.from_string(text) for name, text in sources.items()}
+            self._globals = dict(environment.globals)
         except jinja2.TemplateSyntaxError as error:
             raise UsageError(f"the chat template does not compile (line {error.lineno}): {error}") from error
         self._literals = tuple(literals)
@@ -185,16 +186,18 @@ class ChatTemplate:
         tools = tools if folded.tools else ()
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         escaped = self._escaped_messages(folded.messages)
+        template = self._templates[name]
         try:
-            return self._templates[name].render(
-                {
-                    **self._variables,
-                    "messages": escaped,
-                    "tools": self.tools(tools),
-                    "documents": None,
-                    "add_generation_prompt": generation,
-                }
-            )
+            variables = {
+                **self._globals,
+                **self._variables,
+                "messages": escaped,
+                "tools": self.tools(tools),
+                "documents": None,
+                "add_generation_prompt": generation,
+            }
+            # `Template.render` would copy the globals, one by one.
+            return "".join(template.root_render_func(template.new_context(variables, shared=True)))
         except RecursionError as error:
             raise TemplateRefusal("the tools are nested too deeply to be rendered") from error
         except _REFUSALS as error:
@@ -325,10 +328,20 @@ def _object_or_text(arguments: str) -> Any:
         return arguments
 
 
+_DICT = frozenset(dir(dict))
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Sandbox that finds `message.role` in a dict without an AttributeError first."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute not in _DICT:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
+
+
 def _environment(now: datetime) -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = now.strftime
