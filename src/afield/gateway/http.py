@@ -39,7 +39,8 @@ def headers(scope: Scope) -> dict[str, str]:
 
 
 def query(scope: Scope) -> dict[str, str]:
-    return dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
+    text = scope.get("query_string", b"").decode("latin-1")
+    return dict(parse_qsl(text)) if text else {}
 
 
 def key_of(scope: Scope) -> str:
