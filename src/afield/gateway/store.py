@@ -40,7 +40,7 @@ CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, phase TEXT NOT NULL, created REAL NOT NULL,
   body BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS turns (session_id TEXT NOT NULL, n INTEGER NOT NULL, status TEXT NOT NULL,
-  seq INTEGER NOT NULL, body BLOB NOT NULL, PRIMARY KEY (session_id, n)) WITHOUT ROWID;
+  seq INTEGER NOT NULL, body BLOB NOT NULL, PRIMARY KEY (session_id, n));
 CREATE TABLE IF NOT EXISTS images (session_id TEXT NOT NULL, digest TEXT NOT NULL, body BLOB NOT NULL,
   PRIMARY KEY (session_id, digest));
 CREATE TABLE IF NOT EXISTS texts (session_id TEXT NOT NULL, digest TEXT NOT NULL, body BLOB NOT NULL,
@@ -181,7 +181,7 @@ PUT_TURN = "INSERT OR REPLACE INTO turns VALUES (?,?,?,?,?)"
 AT_ONCE = 64
 """Turns of one statement. The thread gives up the interpreter for each statement, not for each row."""
 CACHE_KIB = 16 * 1024
-"""Page cache of the writing connection. Turns go to random places of the tree, which are read from it."""
+"""Page cache of the writing connection. Index entries go to random pages, which are read from it."""
 
 
 class GatewayStore:
