@@ -285,67 +285,57 @@ async def connection(server: Server) -> AsyncIterator[HttpConnection]:
             pool.close()
 
 
-async def test_what_is_gathered_is_one_read_with_the_end() -> None:
+async def test_what_is_gathered_is_one_read_and_the_end_does_not_wait() -> None:
     async def in_parts(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for part in (CHUNKED[:-17], CHUNKED[-17:-12], CHUNKED[-12:-5], CHUNKED[-5:]):
+        for part in (CHUNKED[:-17], CHUNKED[-17:-5], CHUNKED[-5:]):
             writer.write(part)
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.02)
 
     async with connection(Server(in_parts)) as taken:
         assert await taken.read() == b"he"
-        taken.gather(0.5)
+        taken.gather(LONG_S)
         assert await taken.read() == b"llo"
+        assert await taken.read() == b""
         taken.gather(LONG_S)
         assert await taken.read() == b""
         assert taken.reusable
 
 
-async def test_a_failure_follows_what_was_gathered() -> None:
+async def test_a_failure_does_not_wait_for_what_is_gathered() -> None:
     async def broken(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(CHUNKED[:-17])
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.05)
         writer.write(CHUNKED[-17:-5])
         await writer.drain()
         writer.close()
 
     async with connection(Server(broken)) as taken:
         assert await taken.read() == b"he"
-        taken.gather(0.1)
+        taken.gather(LONG_S)
         assert await taken.read() == b"llo"
+        taken.gather(LONG_S)
         with pytest.raises(ConnectionError, match="the response is incomplete"):
             await taken.read()
 
 
-async def test_a_connection_that_fails_does_not_wait_for_what_is_gathered() -> None:
-    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(CHUNKED[:-17])
-        await reader.read()
+async def test_gathering_ends_with_its_time_and_with_a_full_buffer() -> None:
+    more = asyncio.Event()
 
-    async with connection(Server(silent)) as taken:
-        assert await taken.read() == b"he"
-        taken.gather(LONG_S)
-        waiting = asyncio.create_task(taken.read())
-        await asyncio.sleep(0)
-        taken.fail(ConnectionAbortedError("the engine was closed"))
-        with pytest.raises(ConnectionAbortedError, match="the engine was closed"):
-            await waiting
-
-
-async def test_a_full_buffer_is_not_gathered() -> None:
     async def large(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(OK + b"content-length: %d\r\n\r\nhe" % (2 * BUFFER + 2))
+        writer.write(OK + b"content-length: %d\r\n\r\nhe" % (2 * BUFFER + 4))
         await asyncio.sleep(0.02)
+        writer.write(b"ll")
+        await more.wait()
         writer.write(bytes(2 * BUFFER))
         await reader.read()
 
     async with connection(Server(large)) as taken:
         assert await taken.read() == b"he"
         taken.gather(0.05)
-        received = 0
-        while received < 2 * BUFFER:
-            received += len(await taken.read())
-            taken.gather(0.0)
-        assert await taken.read() == b""
+        assert await taken.read() == b"ll"
+        taken.gather(LONG_S)
+        more.set()
+        assert len(await taken.read()) >= BUFFER
 
 
 async def test_tls_is_verified_against_the_authorities_of_the_system(

@@ -22,8 +22,8 @@ T = TypeVar("T")
 JSON = {"content-type": "application/json"}
 CALLERS_FAULT = {400, 413, 422}
 SHOWN = 300
-# Time between two reads of a stream: a share of its age, so that the first tokens arrive at once and the end
-# arrives at most this share later.
+# Time between two reads of a stream: a share of its age, so that the first tokens arrive at once. The end of
+# a stream is read at once too.
 GAP, SHORTEST_GAP_S, LONGEST_GAP_S = 0.2, 0.002, 0.1
 CONNECT_S = 10.0  # timeout of a new connection
 

@@ -3,7 +3,7 @@
 aiohttp's client costs twice the CPU per call, and calls its parser again for each chunk of a stream.
 
 1. A connection has one request at a time. It returns to the pool after a complete response.
-2. Reading pauses while more than `BUFFER` bytes wait for the caller, and while `gather` waits for more bytes.
+2. Reading pauses while more than `BUFFER` bytes wait for the caller.
 3. Redirects, cookies, proxies and compressed responses are not supported: inference servers use none.
 """
 
@@ -78,16 +78,19 @@ class HttpConnection(asyncio.Protocol):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def gather(self, seconds: float) -> None:
-        """Leave what arrives within `seconds` to the kernel, so that it costs one read."""
+        """Let the next `read` wait for more bytes, until the response ends or `seconds` have passed."""
         if not (self._complete or self._full or self._error):
-            self._transport.pause_reading()
             self._gathering = self._loop.call_later(seconds, self._gathered)
 
     def _gathered(self) -> None:
         self._gathering = None
-        self._transport.resume_reading()
         if self._parts:
             self._wake()
+
+    def _end_gathering(self) -> None:
+        if self._gathering is not None:
+            self._gathering.cancel()
+            self._gathering = None
 
     async def _wait(self) -> None:
         if self._error is not None:
@@ -116,9 +119,7 @@ class HttpConnection(asyncio.Protocol):
         self._wake()
 
     def close(self) -> None:
-        if self._gathering is not None:
-            self._gathering.cancel()
-            self._gathering = None
+        self._end_gathering()
         self._transport.abort()
 
     # --- callbacks of the transport ---
@@ -136,11 +137,13 @@ class HttpConnection(asyncio.Protocol):
         if self._size > BUFFER and not self._full:
             self._full = True
             self._transport.pause_reading()
+            self._end_gathering()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.fail(ConnectionAbortedError(f"the response is not HTTP: {error}"))
-        self._wake()
+        if self._gathering is None:
+            self._wake()
 
     # --- callbacks of the parser ---
 
@@ -162,6 +165,7 @@ class HttpConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self.status and not self._complete:
             self._complete, self._keeps = True, self._parser.should_keep_alive()
+            self._end_gathering()
 
 
 class ConnectionPool:
