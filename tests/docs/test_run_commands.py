@@ -44,8 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with chdir(folder), pytest.MonkeyPatch.context() as patch, threaded_gateway(folder) as gateway:
         provider = gateway.open("endpoint.1")
         patch.setenv("AFIELD_ENDPOINT_KEY", provider.api_key)
-        first, endpoint, compare = (words[1:] for words in shell_commands(EVALUATE))
-        for words in ([*first, "--run", "before"], endpoint, compare):
+        commands = [words[1:] for words in shell_commands(EVALUATE) if "agent.py:agent" in words]
+        assert len(commands) == 4  # attempts, prices, an endpoint, a comparison
+        for words in ([*commands[0], "--run", "before"], *commands[1:]):
             words = [re.sub("^path/to/.*", str(POLICY), word) for word in words]
             words = [re.sub("^https://.*", provider.openai_base_url, word) for word in words]
             local = [engine, script] if "--endpoint" not in words else []

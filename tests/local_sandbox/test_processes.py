@@ -169,7 +169,7 @@ async def test_a_message_that_is_too_large_is_refused_and_the_sandbox_continues(
         (Program(script="/no/such/file.py"), "there is no file /no/such/file.py"),
         (Program(target="no_such_package.module:agent"), "no_such_package"),
         (Program(warm=("no_such_module",)), "no_such_module"),
-        (Program(mounts=("/no/such/place",)), "there is no /no/such/place"),
+        (Program(mounts=("/no/such/place",)), "mount /no/such/place does not exist"),
         (Program(root="/no/such/image"), "/no/such/image"),
     ],
 )

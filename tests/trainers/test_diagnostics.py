@@ -97,10 +97,10 @@ def impossible(row: Trajectory) -> Trajectory:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (other_id, "turn t1: its ids in the row"),
-        (other_logprob, "turn t1: its log-probabilities in the row"),
-        (other_version, "turn t1: its versions in the row"),
-        (other_temperature, "turn t1: its sampling parameters in the row"),
+        (other_id, "turn t1: the ids in the row"),
+        (other_logprob, "turn t1: the log-probabilities in the row"),
+        (other_version, "turn t1: the versions in the row"),
+        (other_temperature, "turn t1: the sampling parameters in the row"),
         (other_context, r"turn t1: tokens \d+ to \d+ of the row are not the prompt"),
         (moved, r"turn t0: recorded at tokens \d+ to \d+, but the row has it"),
         (renamed, "turn stranger: the row trains it, but it is not on the path"),

@@ -109,7 +109,7 @@ class RelayMetrics:
 
 
 class AgentStream(Stream):
-    """One request with the agent's connection."""
+    """Request with the agent's connection."""
 
     def __init__(
         self, id: int, link: GatewayLink, held: ByteBudget, transport: asyncio.Transport | None
