@@ -82,7 +82,7 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--compare", metavar="RUN", help="compare with another run on common tasks, with a paired test"
     )
-    command.add_argument("--run", dest="name", metavar="NAME", help="run name; continues it if it exists")
+    command.add_argument("--run", dest="name", metavar="NAME", help="run name; resumes it if it exists")
     add_config_arguments(command)
     command.add_argument(
         "--json", action="store_true", help="print one line of JSON; progress goes to stderr"

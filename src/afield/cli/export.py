@@ -70,7 +70,10 @@ def add(commands: Any) -> None:
     )
     command.add_argument("--step", type=int, metavar="N", help="training step to export (default: all)")
     command.add_argument(
-        "--reward", type=float, metavar="X", help="reward of ATIF trajectories that have none, demonstrations"
+        "--reward",
+        type=float,
+        metavar="X",
+        help="reward for ATIF trajectories without one, such as demonstrations",
     )
     command.add_argument(
         "--best",

@@ -30,7 +30,8 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--strict",
         action="store_true",
-        help="analyse the template as sessions with render=strict use it, without folding rules",
+        help="analyse the template without the rules that change conversations which it rejects, as sessions"
+        " with render=strict use it",
     )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=run)

@@ -56,16 +56,14 @@ def refused(remedy: str, names: Mapping[str, tuple[Any, ...]]) -> Entries:
 NO_EFFECT = "accepted; has no effect on sampling here"
 CHOSEN = "the trainer's, unless the session lets its client choose it (`client_sampling`)"
 TRAINERS = "the trainer's: no such change is made to the distribution"
-FORM = "the reply is held to it while it is sampled; see constrained turns"
+FORM = "constrains the reply while it is sampled; see constrained turns"
 VERBOSITY = "a trait of the provider's own models; say in the messages how long the answer should be"
 ONE_EACH = "ask once per choice; each call is its own turn"
 STOPS = "use stop strings; a turn ends where the chat template says"
 NO_AUDIO = "ask for text; there is no audio"
 TEMPLATE = "the prompt is always that of the model's own chat template"
-LIKELIEST = (
-    "so many of the likeliest tokens at each place, 20 at most; 400 where the engine does not tell them"
-)
-SCORED = "log-probabilities of the prompt's tokens; 400 where the engine does not tell them, or with `stream`"
+LIKELIEST = "number of most likely tokens to return per position, at most 20; 400 if the engine reports none"
+SCORED = "log-probabilities of the prompt's tokens; 400 if the engine reports none, or with `stream`"
 ENGINE = "leave it out; calls go to the run's engine as they are"
 
 WISHES = [*overridden(CHOSEN, "temperature", "top_p", "top_k", "seed")]
@@ -249,7 +247,7 @@ COMPLETIONS = [
     *honoured("returned in the answer; the served model answers, whatever the name", "model"),
     *honoured("may only lower what the session allows", "max_tokens"),
     *honoured("the text ends before the first of them", "stop"),
-    *honoured("log-probabilities as they are recorded, and so many of the likeliest tokens", "logprobs"),
+    *honoured("recorded log-probabilities, with this number of most likely tokens per position", "logprobs"),
     *honoured(SCORED, "prompt_logprobs"),
     *honoured("tokens in log-probabilities are spelled `token_id:ID`", "return_tokens_as_token_ids"),
     *honoured(
@@ -290,7 +288,7 @@ RESPONSES = [
         " of provider tools, which do not run here",
         "include",
     ),
-    *honoured(f"where `include` asks for log-probabilities, {LIKELIEST}", "top_logprobs"),
+    *honoured(f"if `include` asks for log-probabilities: {LIKELIEST}", "top_logprobs"),
     *honoured("an object", "text", "reasoning"),
     *honoured(FORM, "text.format"),
     *honoured(EFFORT, "reasoning.effort"),

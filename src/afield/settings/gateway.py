@@ -34,7 +34,8 @@ class ServerSettings(SettingsGroup, frozen=True, kw_only=True):
     public_url: Url = ""
     """Address given to agents; by default the one listened on."""
     admin_key: Annotated[str, Metavar("KEY")] = ""
-    """Key of trainers and collectors; or set AFIELD_ADMIN_KEY. On loopback one is generated and printed."""
+    """Admin key, with which trainers and collectors authenticate; or set AFIELD_ADMIN_KEY. On loopback one is
+    generated and printed."""
     admin_key_file: FilePath = ""
     """File that contains the admin key; its mode must be 0600."""
     secret_file: FilePath = ""

@@ -80,7 +80,8 @@ class Deadlines(SettingsGroup, frozen=True, kw_only=True):
     """Seconds from launch to outcome of one attempt. Time that calls wait in a queue extends it, at most by
     as much again."""
     verifier_timeout_s: Positive | None = None
-    """Seconds that a verifier has, from the end of the session to the outcome."""
+    """Seconds from the end of the agent's session to the verifier's reward. Also limits one call of a reward
+    function."""
     upload_timeout_s: Positive = 5.0
     """Seconds from the end of the agent's process to the arrival of its outcome."""
     teardown_timeout_s: Positive = 30.0

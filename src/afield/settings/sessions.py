@@ -35,11 +35,12 @@ class SessionPolicies(SettingsGroup, frozen=True, kw_only=True):
     """Conversations that the chat template rejects or renders in part: `fold` changes them by fixed rules and
     tags their turns `render:RULE`, `strict` answers 400."""
     side_calls: SideCalls = "exclude"
-    """Model calls beside the task, such as naming the session, that are left out of the loss: `exclude`
-    those that the client declares and those of known clients, `declared` only the former, `train` none."""
+    """Side calls, which are model calls beside the agent's task, such as naming the session: `exclude` keeps
+    declared ones and those of known clients out of the loss, `declared` only declared ones, `train` none."""
     abandoned_answers: AbandonedAnswers = "exclude"
-    """Replies that no later request continues, to a request with another reply that one does: `exclude`
-    keeps them out of the loss, `train` trains them, for agents that sample a request several times."""
+    """Replies that the client discarded, because it sent the same request again and continued from another
+    reply: `exclude` keeps them out of the loss, `train` trains them, for agents that sample a request several
+    times."""
     unsupported: Unsupported = "refuse"
     """Requests with an unsupported parameter: `refuse` answers 400, `ignore` drops the parameter and tags
     the turn `ignored:NAME`."""

@@ -113,10 +113,10 @@ class CollectSettings(SettingsGroup, frozen=True, kw_only=True):
     quorum: Count = 2
     """Smallest number of rollouts with a reward that a group needs to be trained."""
     extra: CountOrZero = 0
-    """Rollouts of a group that are started beyond `rollouts`; the slowest are cancelled."""
+    """Rollouts of each group to start in addition to `rollouts`; the slowest are cancelled."""
     straggler_s: Positive | None = None
-    """Seconds after which the unfinished rollouts of a group are cancelled, counted from the reward that
-    straggler_after names."""
+    """Seconds from the moment a group has straggler_after rewards until its unfinished rollouts are
+    cancelled."""
     straggler_after: Count | None = None
     """Number of rewards in a group after which straggler_s begins to count; default: all but one."""
     dynamic_sampling: bool = False
