@@ -31,8 +31,8 @@ def check_given(group: Group) -> None:
     """Raise UsageError if a rollout of the group succeeded and waits for its reward."""
     if pending := [f.rollout.id for f in group.finished if f.outcome.reward_pending]:
         raise UsageError(
-            f"group {group.id}: the reward of {pending[0]} is still to be given, as of {len(pending)} of"
-            f" {len(group.finished)} rollouts; give it with RolloutClient.reward"
+            f"group {group.id}: the rewards of {len(pending)} of {len(group.finished)} rollouts are still to"
+            f" be given, such as that of {pending[0]}; give them with RolloutClient.reward"
         )
 
 

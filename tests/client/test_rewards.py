@@ -204,10 +204,12 @@ def test_groups_are_complete_once_all_their_rewards_are_given(gateway: ThreadedG
         groups = {group.task_id: group for group in client.run_groups(rows, rollouts=3)}
         group = groups["a"]
         assert group.unusable_because(2) == "0 of 3 rollouts carry a reward (3 still to be given)"
-        with pytest.raises(UsageError, match="the reward of exp-a-r0 is still to be given, as of 3 of 3"):
+        with pytest.raises(
+            UsageError, match="the rewards of 3 of 3 rollouts are still to be given, such as that of exp-a-r0"
+        ):
             compute_advantages([group])
         client.reward(group.finished[1], 0.9)
-        with pytest.raises(UsageError, match="is still to be given"):
+        with pytest.raises(UsageError, match="are still to be given"):
             from_groups([group])
 
         seen: list[list[str]] = []

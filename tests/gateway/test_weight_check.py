@@ -68,7 +68,8 @@ async def test_old_weights_fail_the_check(published: Callable[[int, float], Path
     async with asyncio.timeout(BOUND_S), EnginePool({"deaf": Deaf(POLICY)}) as pool:
         await pool.load(1, str(first))
         with pytest.raises(
-            Unavailable, match="deaf: the engine took version 2 but answers as the weights before"
+            Unavailable,
+            match="deaf: the engine accepted weights version 2 but still answers with the previous weights",
         ):
             await pool.load(2, str(second))
         await asyncio.sleep(0.5)  # it is looked at again, and found the same
@@ -106,14 +107,14 @@ async def test_weights_loaded_while_paused_are_checked_after_resume(
             await pool.load(version, str(path))
             await pool.resume()
             assert pool.list()[0].health == standing
-        assert "answers as the weights before it" in pool.list()[0].reason
+        assert "still answers with the previous weights" in pool.list()[0].reason
 
 
 async def test_wrong_weights_fail_the_check(
     published: Callable[[int, float], Path],
 ) -> None:
     async with asyncio.timeout(BOUND_S), EnginePool({"deaf": Deaf(POLICY)}) as pool:
-        with pytest.raises(Unavailable, match="does not answer with it"):
+        with pytest.raises(Unavailable, match="does not answer with them"):
             await pool.load(1, str(published(1, 1.0)))
 
 

@@ -166,7 +166,7 @@ async def test_engine_with_images_matches_the_model(models: dict[str, Path], fam
         reused = engine.counters.reused_tokens
         await sampled([5, 6, mark, 9, *first, 8, mark, 7], RED, WIDE)
         assert engine.counters.reused_tokens - reused >= 8
-        with pytest.raises(ValueError, match="2 images and 1 places"):
+        with pytest.raises(ValueError, match="2 images, but its prompt has 1 image placeholder"):
             await sampled([5, mark], RED, BLUE)
 
 

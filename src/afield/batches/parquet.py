@@ -163,7 +163,10 @@ def _remember(records: dict[str, tuple[int, RolloutRecord]], line: dict[str, Any
                 f"rollout {record.rollout.id}: {name} is {line[name]!r}, its record says {value!r}"
             )
     if records.setdefault(record.rollout.id, (line["rollout"], record))[1] != record:
-        raise ValueError(f"rollout {record.rollout.id} has two records that differ")
+        raise ValueError(
+            f"rows of rollout {record.rollout.id} hold different records of it; write the file again with"
+            " write_parquet"
+        )
 
 
 def _row_line(row: RowColumns) -> dict[str, Any]:

@@ -162,7 +162,10 @@ def from_tensordict(tensors: Any) -> Batch:
             line = {name: values[n] for name, values in columns.items()}
             record = msgspec.json.decode(line["record"], type=RolloutRecord)
             if records.setdefault(line["rollout"], record) != record:
-                raise ValueError(f"rollout {line['rollout_id']} has two records that differ")
+                raise ValueError(
+                    f"rows of rollout {line['rollout_id']} hold different records of it;"
+                    " make the TensorDict again with `to_tensordict`"
+                )
             if not bool((both[n] == tensors["input_ids"][n]).all()):
                 raise ValueError(f"{_where(line)}: input_ids must be the prompt followed by the response")
             rows.append(_row(line, record, lambda value: tensors["scores"].new_tensor(value).item()))

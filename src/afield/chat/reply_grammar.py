@@ -304,7 +304,7 @@ def _plain(schema: Any, parameter: _Parameter) -> Element:
     ):
         return text(parameter.end)  # any text is a valid string
     if not kinds:
-        raise ValueError("a schema of alternatives has none but itself")
+        raise ValueError("the anyOf of a schema refers only to the schema itself")
     if _OTHER_ROOT.search(json.dumps(schema)):
         raise ValueError("a $ref to the whole schema cannot be written in this model's format of calls")
     return either([_without(_plain_one(kind), parameter.end) for kind in kinds])

@@ -142,7 +142,7 @@ def _text(content: Any, kinds: Sequence[str], ignored: Sequence[str] = ()) -> st
         if kind in kinds:
             parts.append(part.get("refusal") or part.get("text") or "")
         elif kind not in ignored:
-            raise UnknownShape(f"a content part of type {kind!r}")
+            raise UnknownShape(f"unsupported content part of type {kind!r}")
     return "".join(parts)
 
 
@@ -167,7 +167,7 @@ def _anthropic(body: dict[str, Any]) -> ClientRequest:
         if entry["role"] != "end":
             messages += _anthropic_entry(entry, definitions)
     if any((tool.get("type") or "").startswith("tool_search_tool") for tool in body.get("tools") or []):
-        raise UnknownShape("a tool search on the provider's side")
+        raise UnknownShape("unsupported tool search by the provider")
     tools = tuple(definitions[tool["name"]] for tool in wires if not tool.get("defer_loading"))
     return ClientRequest(messages=tuple(messages), tools=tools)
 
@@ -276,7 +276,7 @@ def _responses_item(item: dict[str, Any]) -> list[ClientMessage]:
         text = json.dumps(output, ensure_ascii=False) if isinstance(output, dict) else _text(output, SAID)
         return [ClientMessage(role="tool", content=text, call_id=item["call_id"])]
     if kind != "message":
-        raise UnknownShape(f"an input item of type {kind!r}")
+        raise UnknownShape(f"unsupported input item of type {kind!r}")
     role = "system" if item["role"] == "developer" else item["role"]
     return [ClientMessage(role=role, content=_text(item["content"], SAID))]
 
@@ -376,7 +376,7 @@ def _gemini_text(parts: Iterable[dict[str, Any]]) -> str:
     text: list[str] = []
     for part in parts:
         if part.get("text") is None:
-            raise UnknownShape(f"a part with {sorted(part)}")
+            raise UnknownShape(f"unsupported part with the keys {sorted(part)}")
         text.append(part["text"])
     return "".join(text)
 
@@ -430,7 +430,7 @@ def _gemini_model(parts: Sequence[dict[str, Any]]) -> ClientMessage:
         elif part.get("text") is not None:
             text.append(part["text"])
         elif not _either(part, "thoughtSignature", "thought_signature"):
-            raise UnknownShape(f"a model's part with {sorted(part)}")
+            raise UnknownShape(f"unsupported model part with the keys {sorted(part)}")
     return ClientMessage(
         role="assistant", content="".join(text), reasoning="".join(thoughts), calls=tuple(calls)
     )

@@ -27,7 +27,10 @@ class CallAccumulator:
     def fold(self, chunk: Chunk, now: float) -> None:
         """Adds a chunk; raises Unavailable if it is inconsistent."""
         if len(chunk.token_ids) != len(chunk.logprobs):
-            raise Unavailable(f"the engine gave {len(chunk.token_ids)} ids, {len(chunk.logprobs)} logprobs")
+            raise Unavailable(
+                f"the engine returned {len(chunk.token_ids)} token ids but {len(chunk.logprobs)}"
+                " log-probabilities"
+            )
         if chunk.top_logprobs or chunk.prompt_logprobs is not None:
             self._score(chunk)
         if not all(map(math.isfinite, chunk.logprobs)):
@@ -51,9 +54,10 @@ class CallAccumulator:
             self._spans = [(s.start, s.end, s.low, s.high) for s in chunk.versions]
 
     def _score(self, chunk: Chunk) -> None:
-        if chunk.top_logprobs and (places := len(chunk.top_logprobs)) != len(chunk.token_ids):
+        if chunk.top_logprobs and (positions := len(chunk.top_logprobs)) != len(chunk.token_ids):
             raise Unavailable(
-                f"the engine gave {len(chunk.token_ids)} ids, likeliest tokens of {places} places"
+                f"the engine returned {len(chunk.token_ids)} token ids but top log-probabilities for"
+                f" {positions} positions"
             )
         self.tops.extend(chunk.top_logprobs)
         if chunk.prompt_logprobs is not None:

@@ -110,7 +110,9 @@ class OutcomeDelivery:
                     return ""
                 return await self._why(row, record)
         except TimeoutError as error:
-            raise Unavailable(f"the store of outcomes took no answer within {DELIVER_S:g} s") from error
+            raise Unavailable(
+                f"the outcome store did not accept the outcome within {DELIVER_S:g} s"
+            ) from error
 
     async def _why(self, row: SessionRow, record: OutcomeRecord) -> str:
         """Returns why a record does not count; empty if it does."""

@@ -51,13 +51,14 @@ async def check_weights_match(
     old_distance = _distance(logprobs, old) if old is not None and same_questions else None
     if old_distance is not None and distance > CLOSER * old_distance + NOISE:
         raise Unavailable(
-            f"the engine took version {version} but answers as the weights before it (log-probabilities are"
-            f" off by {distance:.2g} from the new ones, by {old_distance:.2g} from the old ones); restart it"
+            f"the engine accepted weights version {version} but still answers with the previous weights"
+            f" (its log-probabilities differ by {distance:.2g} from the new weights and by {old_distance:.2g}"
+            " from the previous ones); restart it"
         )
     if distance > FAR:
         raise Unavailable(
-            f"the engine took version {version} but does not answer with it (log-probabilities are off by"
-            f" {distance:.2g}); restart it"
+            f"the engine accepted weights version {version} but does not answer with them (its"
+            f" log-probabilities differ by {distance:.2g} from theirs); restart it"
         )
 
 
@@ -77,5 +78,5 @@ async def _probe(engine: Engine, prompt_ids: tuple[int, ...]) -> float:
     async with aclosing(engine.generate(call)) as chunks:
         logprobs = [p async for chunk in chunks for p in chunk.logprobs]
     if len(logprobs) != 1:
-        raise Unavailable(f"the engine gave {len(logprobs)} log-probabilities where one token was asked for")
+        raise Unavailable(f"the engine returned {len(logprobs)} log-probabilities for a request of one token")
     return logprobs[0]

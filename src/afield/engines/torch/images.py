@@ -62,7 +62,7 @@ class ImageEncoder:
             places = [n for n, token in enumerate(ids) if token == self.vision.image_id]
         if len(places) != len(images):
             raise ValueError(
-                f"there are {len(images)} images and {len(places)} places for them in the prompt"
+                f"the call has {len(images)} images, but its prompt has {len(places)} image placeholders"
             )
         pictures = [self._pixels(image) for image in images]
         expanded = self.vision.expand(ids, places, pictures)
