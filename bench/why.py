@@ -228,7 +228,7 @@ def rewarded_habits(folder: Folder) -> str:
     tasks = folder.write("few.jsonl", shop.tasks(0, 4))
     return folder.train(
         "rewards_the_usual",
-        *(*DEMO_STEP, "--tasks", tasks, "--steps", 16, "--lr", 2.5e-3, "--workers", 1, "--minibatches", 2),
+        *(*DEMO_STEP, "--tasks", tasks, "--steps", 36, "--lr", 1.2e-3, "--workers", 1, "--minibatches", 2),
         *("--grad-clip", 0.1, "--adam-eps", 1e-4),
     )
 
