@@ -145,7 +145,8 @@ def _of_rollouts(finished: Iterable[RolloutResult], floor: float, returns: Retur
             continue
         if returns is not None and rollout_id not in returns:
             raise UsageError(
-                f"rollout {rollout_id} has no returns; make them of the groups that are compared"
+                f"rollout {rollout_id} has no returns;"
+                " compute the returns from the same groups as the advantages"
             )
         turns = {_WHOLE: reward} if returns is None else dict(returns[rollout_id])
         level = math.fsum(turns.values()) / len(turns) if turns else reward

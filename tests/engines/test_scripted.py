@@ -170,7 +170,7 @@ async def test_images_expand_in_the_prompt_and_the_first_chunk_has_the_expanded_
 
 async def test_images_the_prompt_has_no_places_for_are_refused() -> None:
     engine = ScriptedEngine(lambda call: ScriptedReply(token_ids=(5, 0)), image_id=ord("#"), max_context=9)
-    with pytest.raises(ValueError, match="has 1 images and 2 places"):
+    with pytest.raises(ValueError, match="has 1 images and 2 image placeholders"):
         await answer(engine, structs.replace(a_call("a##"), images=(an_image("x"),)))
     with pytest.raises(ValueError, match="prompt of 9 ids"):
         await answer(engine, structs.replace(a_call("a##"), images=(an_image("x"), an_image("y"))))

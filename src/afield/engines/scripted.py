@@ -183,11 +183,11 @@ class ScriptedEngine:
             answer = self._answer(call)
         except Unavailable:
             return _drawn(call, walker, self._vocab_size)
-        for place, token in enumerate(answer.token_ids):
+        for position, token in enumerate(answer.token_ids):
             if not walker.accept(token):
                 raise ValueError(
                     f"the script answers call {call.id!r} with the ids {answer.token_ids}, and its constraint"
-                    f" does not allow the one at place {place}"
+                    f" does not allow the one at position {position}"
                 )
         return answer
 
@@ -205,9 +205,12 @@ class ScriptedEngine:
             return call.prompt_ids
         if self._image_id is None:
             raise ValueError(f"call {call.id!r} has images, which this engine does not take")
-        places = call.prompt_ids.count(self._image_id)
-        if places != len(call.images):
-            raise ValueError(f"call {call.id!r} has {len(call.images)} images and {places} places for them")
+        placeholders = call.prompt_ids.count(self._image_id)
+        if placeholders != len(call.images):
+            raise ValueError(
+                f"call {call.id!r} has {len(call.images)} images"
+                f" and {placeholders} image placeholders in its prompt"
+            )
         longer = ((t,) * (self._image_length if t == self._image_id else 1) for t in call.prompt_ids)
         return tuple(chain.from_iterable(longer))
 

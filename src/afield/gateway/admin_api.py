@@ -228,7 +228,7 @@ async def wait(gateway: LocalGateway, session_id: str, _: bytes, params: dict[st
 async def submission(gateway: LocalGateway, session_id: str, _: bytes, __: dict[str, str]) -> Answer:
     handed_in = await gateway.submission(session_id)
     if handed_in is None:
-        raise conflict(f"the agent of session {session_id} has handed in nothing yet", "ask when it has")
+        raise conflict(f"the agent of session {session_id} has submitted no result yet", "ask again later")
     return 200, handed_in
 
 

@@ -124,8 +124,10 @@ class ConstraintMasks:
         """Masks `[ids, words]` under which a reply was sampled; raises ValueError for a forbidden id."""
         walker = self.walk(constraint)
         masks: list[Tensor] = []
-        for place, token in enumerate(ids):
+        for position, token in enumerate(ids):
             masks.append(walker.mask)
             if not walker.accept(token):
-                raise ValueError(f"the constraint does not allow token {token} at place {place} of the reply")
+                raise ValueError(
+                    f"the constraint does not allow token {token} at position {position} of the reply"
+                )
         return torch.stack(masks) if masks else torch.zeros(0, self._words, dtype=torch.int32)

@@ -32,7 +32,7 @@ class ServerSettings(SettingsGroup, frozen=True, kw_only=True):
     port: Annotated[int, Metavar("PORT"), Bound(at_least=0, at_most=65535)] = 8400
     """Port to listen on; 0 takes any free one."""
     public_url: Url = ""
-    """Address given to agents; by default the one listened on."""
+    """Address given to agents; by default the address the gateway listens on."""
     admin_key: Annotated[str, Metavar("KEY")] = ""
     """Admin key, with which trainers and collectors authenticate; or set AFIELD_ADMIN_KEY. On loopback one is
     generated and printed."""

@@ -45,7 +45,10 @@ class LoraOptions(SettingsGroup, frozen=True, kw_only=True):
         if not self.targets:
             raise ValueError("targets is empty; name linear layers, or leave it out for all of them")
         if not self.rank and (self.alpha, self.targets, self.publish) != (32.0, ("all-linear",), "adapter"):
-            raise ValueError("rank = 0 trains every weight; give the others with a rank, such as 16")
+            raise ValueError(
+                "rank = 0 trains every weight without adapters;"
+                " set a rank, such as 16, to use alpha, targets or publish"
+            )
 
 
 class TrainerOptions(SettingsGroup, frozen=True, kw_only=True):

@@ -300,7 +300,8 @@ class KVCache(Cache):
             return torch.zeros(rows + 1, length, heads, dim, dtype=self._dtype, device=self._device)
         except torch.OutOfMemoryError as error:
             raise MemoryError(
-                f"the device has no memory for {rows} slots of {length} ids; lower max_slots or max_context"
+                f"the device has no memory for a KV cache of {rows} slots with {length} tokens each;"
+                " lower max_slots or max_context"
             ) from error
 
     # --- forward pass -----------------------------------------------------------------------------
