@@ -34,7 +34,7 @@ from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.launcher import Launcher
 from afield.orchestrator.state import AttemptRecord, RunState
 from afield.orchestrator.verifier import VerifierRunner
-from afield.orchestrator.watcher import LOOKS, AttemptWatcher, RunningAttempt
+from afield.orchestrator.watcher import STATES_TIMEOUT_INTERVALS, AttemptWatcher, RunningAttempt
 from afield.ratelimit import Limiter, LocalLimiter, RateLimits, Unlimited
 from afield.sdk.results import AGENT_REWARD
 from afield.types import Attempt, Failure, FailureKind, Outcome, Reason, Rollout, Task
@@ -214,7 +214,7 @@ class AttemptRunner:
         """Return why the model cannot serve this agent at all, from the gateway; empty if it can."""
         session_id = attempt.session_id
         try:  # without retries: the failure itself is known already
-            async with asyncio.timeout(LOOKS * self._config.watch_interval_s):
+            async with asyncio.timeout(STATES_TIMEOUT_INTERVALS * self._config.watch_interval_s):
                 state = (await self._gateway.states([session_id])).get(session_id)
         except Exception as error:
             log.warning("attempt %s: reason of the refusal unknown: %s", session_id, describe_error(error))
@@ -353,7 +353,7 @@ class AttemptRunner:
             except WireError as error:
                 failure = infrastructure_failure(f"its outcome cannot be read: {error}", Reason.UPLOAD)
         else:
-            self._watcher.used.append(running.pending.attempt)
+            self._watcher.used_hints.append(running.pending.attempt)
         if isinstance(decision, OutcomeRecord):
             outcome = _checked(decision.outcome, running.pending)
             self.returned[outcome.rollout_id] = decision.extra
@@ -384,7 +384,7 @@ class AttemptRunner:
                 "attempt %s: abandoned without a fence: %s", running.session_id, describe_error(error)
             )
             failure = failure or failure_from_error(error, "its outcome cannot be decided", Reason.UPLOAD)
-        self._watcher.used.append(waiting.attempt)
+        self._watcher.used_hints.append(waiting.attempt)
         return decision, failure
 
     async def _conclude(self, running: RunningAttempt, failure: Failure | None, delivered: bool) -> None:
