@@ -81,8 +81,8 @@ class TokenCounter:
         self._watch.account = self._watch.account.rewarded(sum(row.owned for row in result.trajectories))
 
 
-class Options(TypedDict, total=False):
-    """Options of a batch."""
+class BatchOptions(TypedDict, total=False):
+    """Options of `run_batch`, `run_groups` and their async forms."""
 
     rollouts: int
     """Rollouts per row; by default `RolloutConfig.rollouts`."""
@@ -257,23 +257,25 @@ class RolloutClient:
 
     # --- batches and groups ----------------------------------------------------------------------
 
-    def run_batch(self, rows: Iterable[Row], **options: Unpack[Options]) -> Iterator[BatchItem]:
+    def run_batch(self, rows: Iterable[Row], **options: Unpack[BatchOptions]) -> Iterator[BatchItem]:
         """Run each row `rollouts` times and yield items in the order they finish.
 
         Starts with the first `next`. Leaving the loop early cancels the rest.
         """
         return self._iterate(self._batch(rows, **options), as_item)
 
-    def run_groups(self, rows: Iterable[Row], **options: Unpack[Options]) -> Iterator[Group]:
+    def run_groups(self, rows: Iterable[Row], **options: Unpack[BatchOptions]) -> Iterator[Group]:
         """Run each row `rollouts` times and yield a group once all rollouts of its input have finished."""
         batch = self._batch(rows, **options)
         return self._iterate(batch, GroupAssembler(batch.requests).add)
 
-    def run_batch_async(self, rows: Iterable[Row], **options: Unpack[Options]) -> AsyncIterator[BatchItem]:
+    def run_batch_async(
+        self, rows: Iterable[Row], **options: Unpack[BatchOptions]
+    ) -> AsyncIterator[BatchItem]:
         """`run_batch` for `async for`."""
         return self._iterate_async(self._batch(rows, **options), as_item)
 
-    def run_groups_async(self, rows: Iterable[Row], **options: Unpack[Options]) -> AsyncIterator[Group]:
+    def run_groups_async(self, rows: Iterable[Row], **options: Unpack[BatchOptions]) -> AsyncIterator[Group]:
         """`run_groups` for `async for`."""
         batch = self._batch(rows, **options)
         return self._iterate_async(batch, GroupAssembler(batch.requests).add)
