@@ -139,7 +139,7 @@ class RolloutClient:
         """Guards `_closed` and `_live`, which callers and the client's thread share."""
         self._closed = False
         self._live: dict[str, RolloutFuture] = {}
-        """Unfinished futures, by rollout id."""
+        """Futures whose tasks have not ended, by rollout id; a cancelled one stays until then."""
         self._reward_lock = threading.Lock()
         """Held while rewards are recorded and written."""
         self._ready: Future[None] = Future()
@@ -243,8 +243,7 @@ class RolloutClient:
 
     def _submit(self, rollout: Rollout) -> RolloutFuture:
         with self._lock:
-            if self._closed or not self._ready.done():
-                raise UsageError(CLOSED if self._closed else NOT_STARTED)
+            self._check_open()
             earlier = self._live.get(rollout.id)
             if earlier is not None:
                 _check_same(earlier.rollout, rollout)
@@ -254,6 +253,11 @@ class RolloutClient:
             self._live[rollout.id] = future
             self._thread.call(partial(self._start_task, future, earlier))
         return future
+
+    def _check_open(self) -> None:
+        """Raise UsageError before `start` and after `close`. The caller holds `_lock`."""
+        if self._closed or not self._ready.done():
+            raise UsageError(CLOSED if self._closed else NOT_STARTED)
 
     # --- batches and groups ----------------------------------------------------------------------
 
@@ -361,8 +365,7 @@ class RolloutClient:
 
     def _check_gives_rewards(self) -> None:
         with self._lock:
-            if self._closed or not self._ready.done():
-                raise UsageError(CLOSED if self._closed else NOT_STARTED)
+            self._check_open()
         if self.config.reward_from != "caller":
             raise UsageError(
                 "agents give the rewards of this client; open it with reward_from='caller' to give them"
@@ -478,7 +481,7 @@ class RolloutClient:
             task.cancel()
 
     def _start_task(self, future: RolloutFuture, earlier: RolloutFuture | None) -> None:
-        """Start the task of a future, which waits for the task of a cancelled `earlier` one."""
+        """Start the task of a future; it waits for the task of an earlier future of the same rollout."""
         earlier_task = self._tasks.get(earlier) if earlier else None
         task = asyncio.create_task(self._run(future, earlier_task))
         self._tasks[future] = task

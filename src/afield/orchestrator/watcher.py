@@ -216,13 +216,13 @@ class AttemptWatcher:
             await asyncio.sleep(SWEEP_SLEEP_SHARE * self._config.poll_interval_s)
             waiting = [self.running[s].pending for s in self._included("sweep", self._launched())]
             try:
-                answers, rejected = await self._store_calls.call_in_batches(
+                answers, unanswered = await self._store_calls.call_in_batches(
                     self._transport.sweep, waiting, self._config.call_timeout_s
                 )
             except Exception as error:
                 log.warning("watcher: sweep failed: %s", describe_error(error))
                 continue
-            self._exclude("sweep", [pending.attempt.session_id for pending in rejected])
+            self._exclude("sweep", [pending.attempt.session_id for pending in unanswered])
             for attempt in itertools.chain.from_iterable(answers):
                 if running := self.running.get(attempt.session_id):
                     running.changed.set()
@@ -328,10 +328,10 @@ class AttemptWatcher:
         try:
             for first in range(0, len(included), SESSIONS_PER_REQUEST):
                 batch = included[first : first + SESSIONS_PER_REQUEST]
-                answers, rejected = await self._gateway_calls.call_in_batches(
+                answers, unanswered = await self._gateway_calls.call_in_batches(
                     self._gateway.states, batch, limit_s
                 )
-                self._exclude("states", rejected)
+                self._exclude("states", unanswered)
                 for answer in answers:
                     states |= answer
             self._outage_since = None
