@@ -1,4 +1,4 @@
-"""RolloutClient: futures, batches and groups; what nobody waits for is ended."""
+"""RolloutClient: futures, batches and groups; rollouts that no caller waits for are ended."""
 
 from __future__ import annotations
 
@@ -54,9 +54,7 @@ def test_a_submitted_rollout_gives_its_reward_turns_and_trajectories(gateway: Th
     assert future.result().turns == finished.turns  # also after the client is closed
 
 
-def test_submitting_returns_at_once_and_may_be_done_from_many_threads(
-    gateway: ThreadedGateway, blocking: BlockingAgent
-) -> None:
+def test_submit_returns_at_once_and_is_thread_safe(gateway: ThreadedGateway, blocking: BlockingAgent) -> None:
     with gateway.client(blocking) as client:
         futures = asyncio.run(_in_threads(lambda n: client.submit({"n": n % 4}), 12))
         assert not any(future.done() for future in futures)
@@ -69,7 +67,7 @@ async def _in_threads(call: Any, count: int) -> list[Any]:
     return await asyncio.gather(*(asyncio.to_thread(call, n) for n in range(count)))
 
 
-def test_a_future_can_be_awaited_and_waited_for_where_a_loop_runs(gateway: ThreadedGateway) -> None:
+def test_a_future_can_be_awaited_or_waited_for_inside_an_event_loop(gateway: ThreadedGateway) -> None:
     async def notebook() -> None:
         async with gateway.client() as client:
             first, second = client.submit({"id": "a"}), client.submit({"id": "b"})
@@ -81,7 +79,7 @@ def test_a_future_can_be_awaited_and_waited_for_where_a_loop_runs(gateway: Threa
     asyncio.run(notebook())
 
 
-def test_a_rollout_id_is_one_rollout_with_one_row(gateway: ThreadedGateway, blocking: BlockingAgent) -> None:
+def test_a_repeated_rollout_id_needs_the_same_row(gateway: ThreadedGateway, blocking: BlockingAgent) -> None:
     with gateway.client(blocking) as client:
         future = client.submit({"n": 1}, input_id="q", rollout_id="mine")
         assert client.submit({"n": 1}, input_id="q", rollout_id="mine") is future
@@ -99,7 +97,7 @@ def test_a_rollout_id_is_one_rollout_with_one_row(gateway: ThreadedGateway, bloc
     assert blocking.started == ["mine.1"]
 
 
-def test_a_row_that_changes_after_it_was_submitted_changes_nothing(gateway: ThreadedGateway) -> None:
+def test_changing_a_row_after_submit_changes_no_rollout(gateway: ThreadedGateway) -> None:
     row: dict[str, Any] = {"question": ["a"]}
     with gateway.client() as client:
         future = client.submit(row)
@@ -116,12 +114,12 @@ def test_a_row_that_changes_after_it_was_submitted_changes_nothing(gateway: Thre
         ({"_rollout": 1}, "reserved"),
     ],
 )
-def test_rows_that_are_none_are_refused_at_once(gateway: ThreadedGateway, row: Any, told: str) -> None:
+def test_invalid_rows_are_refused_at_once(gateway: ThreadedGateway, row: Any, told: str) -> None:
     with gateway.client() as client, pytest.raises(UsageError, match=told):
         client.submit(row)
 
 
-def test_a_rollout_that_failed_for_good_raises_its_type_with_what_the_agent_saw(
+def test_a_failed_rollout_raises_its_error_type_with_the_agents_traceback(
     gateway: ThreadedGateway,
 ) -> None:
     def agent(task: dict[str, Any]) -> float:
@@ -140,7 +138,7 @@ def test_a_rollout_that_failed_for_good_raises_its_type_with_what_the_agent_saw(
     assert finished.outcome.failure and finished.outcome.failure.kind is FailureKind.TASK
 
 
-def test_the_policys_own_failure_is_a_result(gateway: ThreadedGateway) -> None:
+def test_a_policy_failure_is_a_result(gateway: ThreadedGateway) -> None:
     def agent(task: dict[str, Any], rollout: Context) -> float:
         yes_agent(task, rollout)
         raise PolicyFailure("it gave up")
@@ -151,7 +149,7 @@ def test_the_policys_own_failure_is_a_result(gateway: ThreadedGateway) -> None:
     assert finished.trajectories
 
 
-# --- what nobody waits for -----------------------------------------------------------------------
+# --- timeouts and cancellation -------------------------------------------------------------------
 
 
 def test_a_timeout_ends_the_remote_session(gateway: ThreadedGateway, blocking: BlockingAgent) -> None:
@@ -184,7 +182,9 @@ def test_cancelling_ends_the_remote_session(gateway: ThreadedGateway, blocking: 
         assert not done.cancel() and not done.cancelled()
 
 
-def test_what_is_cancelled_in_line_is_never_begun(gateway: ThreadedGateway, blocking: BlockingAgent) -> None:
+def test_a_rollout_that_is_cancelled_while_it_waits_for_a_slot_never_starts(
+    gateway: ThreadedGateway, blocking: BlockingAgent
+) -> None:
     with gateway.client(blocking, concurrency=1) as client:
         first, second, third = (client.submit({"id": name}) for name in "abc")
         blocking.wait_started(1)
@@ -194,7 +194,7 @@ def test_what_is_cancelled_in_line_is_never_begun(gateway: ThreadedGateway, bloc
     assert blocking.started == ["exp-a-r0.1", "exp-c-r0.1"]
 
 
-def test_awaiting_that_is_cut_short_ends_the_remote_session(
+def test_cancelling_an_await_ends_the_remote_session(
     gateway: ThreadedGateway, blocking: BlockingAgent
 ) -> None:
     async def program() -> None:
@@ -212,7 +212,7 @@ def test_awaiting_that_is_cut_short_ends_the_remote_session(
     asyncio.run(program())
 
 
-def test_cancelling_reaches_an_attempt_of_an_earlier_program_that_is_just_being_found_again(
+def test_cancelling_reaches_an_attempt_of_an_earlier_program_while_it_is_resumed(
     gateway: ThreadedGateway, blocking: BlockingAgent
 ) -> None:
     looking, found = threading.Event(), threading.Event()
@@ -244,8 +244,8 @@ def test_cancelling_reaches_an_attempt_of_an_earlier_program_that_is_just_being_
 # --- batches -------------------------------------------------------------------------------------
 
 
-def test_a_batch_comes_in_the_order_in_which_rollouts_end(gateway: ThreadedGateway) -> None:
-    """None ends before those that end earlier have come."""
+def test_a_batch_yields_rollouts_in_the_order_in_which_they_end(gateway: ThreadedGateway) -> None:
+    """Each agent waits until the earlier items have been yielded."""
     turns = [threading.Event() for _ in range(3)]
     turns[2].set()
 
@@ -271,7 +271,7 @@ def test_a_batch_comes_in_the_order_in_which_rollouts_end(gateway: ThreadedGatew
     assert items[0].input_id == items[1].input_id != items[2].input_id
 
 
-def test_a_batch_whose_time_is_up_gives_the_rest_as_failures(
+def test_a_batch_timeout_returns_the_rest_as_failures(
     gateway: ThreadedGateway, blocking: BlockingAgent
 ) -> None:
     def agent(task: dict[str, Any], rollout: Context) -> float:
@@ -297,7 +297,7 @@ def test_a_batch_whose_time_is_up_gives_the_rest_as_failures(
 
 
 @pytest.mark.parametrize("how", ["break", "raise"])
-def test_a_loop_that_is_left_ends_what_still_runs(
+def test_leaving_a_batch_loop_ends_the_running_rollouts(
     gateway: ThreadedGateway, blocking: BlockingAgent, how: str
 ) -> None:
     def agent(task: dict[str, Any], rollout: Context) -> float:
@@ -337,7 +337,7 @@ def test_batches_and_groups_for_async_code(gateway: ThreadedGateway) -> None:
     asyncio.run(program())
 
 
-def test_groups_come_whole_as_each_completes(gateway: ThreadedGateway) -> None:
+def test_each_group_is_yielded_once_it_is_complete(gateway: ThreadedGateway) -> None:
     def agent(task: dict[str, Any], rollout: Context) -> float:
         if (task["id"], rollout.rollout_id[-1]) == ("slow", "0"):
             assert quick.wait(60)
@@ -353,7 +353,7 @@ def test_groups_come_whole_as_each_completes(gateway: ThreadedGateway) -> None:
     assert [[f.outcome.reward for f in group.finished] for group in groups] == [[0.0, 1.0, 2.0]] * 2
 
 
-def test_rollouts_are_begun_in_the_order_of_their_rows_and_no_more_at_once_than_allowed(
+def test_rollouts_start_in_the_order_of_their_rows_within_the_concurrency(
     gateway: ThreadedGateway,
 ) -> None:
     begun: list[str] = []
@@ -385,7 +385,7 @@ def test_validation_has_its_own_ids_and_greedy_reaches_the_session(gateway: Thre
     assert [turn.sampling.temperature for turn in (*train.turns, *item.finished.turns)] == [1.0, 0.0]
 
 
-def test_whatever_callers_do_at_once_every_future_ends_and_no_session_stays_open(
+def test_after_any_mix_of_concurrent_calls_every_future_ends_and_no_session_stays_open(
     gateway: ThreadedGateway,
 ) -> None:
     def agent(task: dict[str, Any], rollout: Context) -> float:

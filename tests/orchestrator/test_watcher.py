@@ -1,421 +1,258 @@
-"""What a collector sees of many sessions at once, how agents show that they live, what a restart keeps."""
+"""AttemptWatcher: hints, sweeps and session states wake, extend or abandon running attempts."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
-import json
-import logging
-import shutil
-import sqlite3
-import sys
-import threading
-import time
-from collections.abc import AsyncGenerator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec import structs
 
-import afield
-from afield.engines.scripted import ScriptedEngine, ScriptedReply
-from afield.errors import Unavailable, UsageError
-from afield.gateway.app import GatewayApp
-from afield.gateway.engine_pool import EnginePool
-from afield.gateway.service import LocalGateway
-from afield.gateway.store import GatewayStore
-from afield.interfaces import Chunk, GenerateRequest, SessionSpec, SessionState
-from afield.sdk.agent import entry_of
-from afield.sdk.heartbeat import Heartbeat
-from afield.sdk.listen import listen
-from afield.sdk.runner import Runner
-from afield.types import Policy
-from agents.invoking import invocation, payload
-from support.dialect_clients import knock
-from support.dialect_session import Client, answering, said, user
-from support.gateways import ADMIN, POLICY, Running, running
-from support.tokenizers import load_tokenizer
+from afield.errors import Outage, Unavailable, root_cause
+from afield.interfaces import Phase, SessionState, SessionStatus
+from afield.interfaces.runtime import Capabilities
+from afield.orchestrator.availability import Availability, loop_time
+from afield.orchestrator.config import RolloutConfig
+from afield.orchestrator.deadlines import Deadlines
+from afield.orchestrator.state import RunState
+from afield.orchestrator.watcher import AttemptWatcher, RunningAttempt
+from afield.types import Attempt, FailureKind, Reason, Rollout, Task
 
 pytestmark = pytest.mark.anyio
-CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
-
-
-def yes() -> ScriptedEngine:
-    return ScriptedEngine(lambda _: said("Yes."))
-
-
-async def state_of(up: Running, session_id: str = "r.1") -> SessionState:
-    return (await up.client.states([session_id]))[session_id]
-
-
-async def until(true: Any, unavailable_timeout_s: float = 60.0) -> None:
-    async with asyncio.timeout(unavailable_timeout_s):
-        while not await true():
-            await asyncio.sleep(0.02)
-
-
-# --- states ---------------------------------------------------------------------------------------
-
-
-async def test_many_states_come_at_once_and_unknown_sessions_are_left_out(tmp_path: Path) -> None:
-    async with running(yes(), tmp_path) as up:
-        for n in range(5):
-            agent = await up.agent(f"r{n}.1", rollout_id=f"r{n}", attempt=1)
-            await agent.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
-        await up.client.finalize("r0.1")
-        await up.client.abort("r1.1", "enough")
-        asked = [f"r{n}.1" for n in range(5)]
-        states = await up.client.states([*asked, "unknown"])
-        assert list(states) == asked
-        assert [states[i].phase for i in asked] == ["finalized", "aborted", "open", "open", "open"]
-        for session_id, state in states.items():
-            alone = await up.client.state(session_id)
-            assert structs.replace(state, idle_s=0.0) == structs.replace(alone, idle_s=0.0)
-            assert (state.turns, state.branches, state.tokens["sampled"] > 0) == (1, 1, True)
-        assert await up.client.states([]) == {}
-        assert len(await up.client.states(["unknown"] * 6000)) == 0
-        status, answer = await up.ask("POST", "/sessions/states", {"ids": ["x"] * 5001})
-        assert (status, "5001" in answer["error"]["message"]) == (400, True)
-        assert await up.client.version() == 0
-
-
-async def test_a_call_that_runs_is_in_flight_and_neither_dangling_nor_idle(tmp_path: Path) -> None:
-    engine = ScriptedEngine([ScriptedReply(token_ids=(40, 41), fail="hang"), said("Yes.")])
-    async with running(engine, tmp_path) as up:
-        ticket = await up.client.open(SessionSpec(id="r.1"))
-        await asyncio.sleep(0.1)
-        assert (await state_of(up)).idle_s >= 0.1
-        calling = asyncio.create_task(up.ask("POST", "/s/r.1/v1/chat/completions", CHAT, ticket.api_key))
-        session = up.gateway.sessions.get("r.1")
-        while session.sampled_tokens < 2:
-            await asyncio.sleep(0.01)
-        state = await state_of(up)
-        assert (state.in_flight, state.dangling, state.idle_s, state.calls) == (1, 0, 0.0, 1)
-        calling.cancel()
-        await asyncio.gather(calling, return_exceptions=True)
-
-        async def over() -> bool:
-            return (await state_of(up)).in_flight == 0
-
-        await until(over)
-        await asyncio.sleep(0.05)
-        state = await state_of(up)
-        assert (state.dangling, state.turns) == (0, 1)
-        assert 0.05 <= state.idle_s < 10
-
-
-async def test_a_call_the_gateway_before_died_under_is_dangling(tmp_path: Path) -> None:
-    async with running(yes(), tmp_path) as up:
-        agent = await up.agent()
-        await agent.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
-        row = structs.replace(up.gateway.sessions.get("r.1").rows[1], n=2, seq=1 << 62)
-        turn = structs.replace(row.turn, id="t2", status="dangling", token_ids=(), logprobs=(), versions=())
-        left = structs.replace(row, turn=turn)
-    async with GatewayStore(tmp_path / "gateway.sqlite") as store:
-        await store.put_turn("r.1", left)  # as a kill leaves it
-    async with running(yes(), tmp_path) as up:
-        state = await state_of(up)
-        assert (state.dangling, state.in_flight, state.calls, state.unseen_s) == (1, 0, 2, None)
-        assert state.idle_s < 10
-        await up.client.finalize("r.1")
-    async with running(yes(), tmp_path) as up:
-        assert (await state_of(up)).dangling == 1
-
-
-async def test_a_session_that_is_over_is_reported_without_its_turns(tmp_path: Path) -> None:
-    async with running(yes(), tmp_path) as up:
-        for session_id in ("r.1", "r.2", "r.3"):
-            agent = await up.agent(session_id)
-            await agent.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
-        await up.ask("POST", "/sessions/r.1/complete", {"reward": 1.0})
-        await up.client.abort("r.2", "enough")
-        before = await up.client.states(["r.1", "r.2"])
-    with sqlite3.connect(tmp_path / "gateway.sqlite") as db:
-        db.execute("UPDATE turns SET body = x'00'")
-    db.close()
-    async with running(yes(), tmp_path) as up:
-        after = await up.client.states(["r.1", "r.2"])
-        for session_id, state in after.items():
-            assert structs.replace(state, idle_s=0.0) == structs.replace(before[session_id], idle_s=0.0)
-        with pytest.raises(Unavailable):
-            up.gateway.sessions.get("r.3")
-
-
-async def test_a_state_costs_the_same_however_long_the_conversation(tmp_path: Path) -> None:
-    async with answering(tmp_path, *[said(f"Yes {n}.") for n in range(41)]) as there:
-        short, long = await there.client("short.1"), await there.client("long.1")
-        await short.say(user("Hi"), toolset=0)
-        for n in range(40):
-            await long.say(user(f"Hi {n}"), toolset=0)
-
-        def cost(session_id: str) -> float:
-            def once() -> float:
-                began = time.process_time()
-                there.gateway.sessions.states([session_id] * 2000)
-                return time.process_time() - began
-
-            return min(once() for _ in range(5))
-
-        assert cost("long.1") < 2 * cost("short.1")
-
-
-# --- signs of life --------------------------------------------------------------------------------
-
-
-async def test_signs_of_life_are_counted_from_the_first(tmp_path: Path) -> None:
-    async with running(yes(), tmp_path) as up:
-        ticket = await up.client.open(SessionSpec(id="r.1", reward_from="verifier"))
-        await up.ask("POST", "/s/r.1/v1/chat/completions", CHAT, ticket.api_key)
-        assert (await state_of(up)).unseen_s is None
-        assert await up.ask("POST", "/s/r.1/alive", {}, ticket.api_key) == (200, {"phase": "open"})
-        await asyncio.sleep(0.1)
-        first = (await state_of(up)).unseen_s
-        assert first and first >= 0.1
-        await up.ask("POST", "/s/r.1/v1/chat/completions", CHAT, ticket.api_key)
-        second = (await state_of(up)).unseen_s
-        assert second is not None and second < first
-        assert (await up.ask("POST", "/s/r.1/alive", {}, ticket.verifier_key or ""))[0] == 403
-        assert (await up.ask("POST", "/s/r.1/alive", {}, "wrong"))[0] == 401
-    async with running(yes(), tmp_path) as up:
-        assert (await state_of(up)).unseen_s is None
-        await up.client.abort("r.1", "enough")
-        assert await up.ask("POST", "/s/r.1/alive", {}, ticket.api_key) == (200, {"phase": "aborted"})
-
-
-async def test_the_sdk_keeps_its_sessions_alive_until_they_are_delivered(tmp_path: Path) -> None:
-    async with running(yes(), tmp_path) as up:
-        ticket = await up.client.open(SessionSpec(id="r.1"))
-        go_on, posted = threading.Event(), threading.Event()
-
-        @afield.agent
-        def agent(task: dict) -> float:
-            go_on.wait(60)
-            return 1.0
-
-        def bring(*_: object) -> bool:
-            posted.set()
-            return True
-
-        runner = Runner(entry_of(agent), deliver=bring, heartbeat=Heartbeat(first_s=0.0, every_s=0.05))
-        made = structs.replace(invocation(), base_url=ticket.base_url, api_key=ticket.api_key)
-        runner.accept(payload({}, made))
-
-        async def seen() -> bool:
-            return (await state_of(up)).unseen_s is not None
-
-        await until(seen)
-        loop = asyncio.get_running_loop()
-        for _ in range(4):  # and again, and again
-            since = loop.time()
-
-            async def seen_later(since: float = since) -> bool:
-                now, unseen = loop.time(), (await state_of(up)).unseen_s
-                return unseen is not None and now - unseen > since
-
-            await until(seen_later)
-        go_on.set()
-        assert await asyncio.to_thread(posted.wait, 60)
-        while runner.active:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.5)
-        before = await state_of(up)
-        await asyncio.sleep(0.3)
-        after = await state_of(up)
-        assert after.unseen_s and before.unseen_s and after.unseen_s > before.unseen_s + 0.25
-
-
-async def test_an_agent_that_was_given_up_is_told_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with running(yes(), tmp_path) as up:
-        ticket = await up.client.open(SessionSpec(id="r.1"))
-        await up.client.abort("r.1", "enough")
-        alive = Heartbeat(first_s=0.0, every_s=0.05)
-        with caplog.at_level(logging.WARNING, logger="afield.sdk"):
-            alive.keep(structs.replace(invocation(), base_url=ticket.base_url, api_key=ticket.api_key))
-
-            async def told() -> bool:
-                return any("aborted by the gateway" in record.getMessage() for record in caplog.records)
-
-            await until(told)
-            await asyncio.sleep(0.5)  # in which it would be told again
-        assert [r.getMessage() for r in caplog.records if "aborted by the gateway" in r.getMessage()] == [
-            "heartbeat: r.1 aborted by the gateway, its outcome comes too late"
-        ]
-
-
-@pytest.mark.parametrize(
-    ("status", "again"), [(404, False), (405, False), (401, False), (503, True), (200, False)]
-)
-async def test_a_server_that_does_not_know_the_route_is_left_alone(status: int, again: bool) -> None:
-    asked: list[str] = []
-
-    class Other(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            asked.append(self.path)
-            self.send_response(status)
-            self.send_header("content-length", "2")
-            self.end_headers()
-            self.wfile.write(b"{}")
-
-        def log_message(self, format: str, *args: object) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Other)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    alive = Heartbeat(first_s=0.0, every_s=0.05)
-    try:
-        base = f"http://127.0.0.1:{server.server_port}/llm"
-        alive.keep(structs.replace(invocation(), base_url=base))
-
-        async def enough() -> bool:
-            return len(asked) > again
-
-        await until(enough)
-        await asyncio.sleep(0 if again else 0.5)  # in which it would be asked again
-        assert set(asked) == {"/llm/alive"}
-        assert (len(asked) > 1) is again
-    finally:
-        alive.drop("r.1")
-        await asyncio.to_thread(server.shutdown)
-        server.server_close()
-
-
-async def test_signs_of_life_continue_after_a_gateway_was_away(tmp_path: Path) -> None:
-    alive = Heartbeat(first_s=0.0, every_s=0.05)
-    listener = listen("127.0.0.1", 0)
-    try:
-        async with running(yes(), tmp_path, listener=listener) as up:
-            for n in range(40):
-                ticket = await up.client.open(SessionSpec(id=f"r{n}.1"))
-                made = structs.replace(invocation(f"r{n}"), base_url=ticket.base_url, api_key=ticket.api_key)
-                alive.keep(made)
-
-            async def all_seen() -> bool:
-                states = await up.client.states([f"r{n}.1" for n in range(40)])
-                return all(s.unseen_s is not None and s.unseen_s < 0.5 for s in states.values())
-
-            await until(all_seen)
-            port = listener.getsockname()[1]
-        await asyncio.sleep(0.2)
-        async with running(yes(), tmp_path, listener=listen("127.0.0.1", port)) as up:
-            await until(all_seen)
-    finally:
-        for n in range(40):
-            alive.drop(f"r{n}.1")
-
-
-# --- weights, failures, memory --------------------------------------------------------------------
-
-
-async def test_the_published_policy_is_served_again_after_a_restart(tmp_path: Path) -> None:
-    async with running(yes(), tmp_path) as up:
-        await up.client.publish(Policy("p", 7), "weights/7")
-        assert await up.client.version() == 7
-    engine = yes()
-    async with running(engine, tmp_path) as up:
-        assert engine.loaded == [(7, "weights/7")]
-        assert await up.client.version() == 7
-        agent = await up.agent()
-        await agent.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
-        assert (await state_of(up)).versions == (7, 7)
-
-
-async def test_weights_of_another_model_are_not_loaded(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    other = tmp_path / "another-model"
-    await asyncio.to_thread(shutil.copytree, POLICY, other)
-    async with running(yes(), tmp_path) as up:
-        await up.client.publish(Policy("p", 7), "weights/7")
-    engine = yes()
-    async with running(engine, tmp_path, other) as up:
-        assert engine.loaded == []
-        assert await up.client.version() == 0
-    assert any("weights are of another model" in r.getMessage() for r in caplog.records)
-
-
-class Strict(ScriptedEngine):
-    """Weights are read from disk."""
-
-    async def load(self, version: int, path: str) -> None:
-        if not await asyncio.to_thread(Path(path).is_dir):
-            raise UsageError(f"there are no weights in {path}")
-        await super().load(version, path)
-
-
-async def test_a_policy_that_is_gone_is_said_and_the_gateway_serves_what_it_has(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    weights = tmp_path / "weights"
-    weights.mkdir()
-    async with running(Strict(lambda _: said("Yes.")), tmp_path) as up:
-        await up.client.publish(Policy("p", 7), str(weights))
-    weights.rmdir()
-    with caplog.at_level(logging.ERROR, logger="afield.gateway"):
-        async with running(Strict(lambda _: said("Yes.")), tmp_path) as up:
-            assert await up.client.version() == 0
-    assert any(str(weights) in r.getMessage() and "serving=0" in r.getMessage() for r in caplog.records)
-
-
-class Cursed(ScriptedEngine):
-    async def generate(self, call: GenerateRequest) -> AsyncGenerator[Chunk]:
-        raise RuntimeError("a bug nobody thought of")
-        yield  # pyright: ignore[reportUnreachable]
-
-
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [("v1/chat/completions", ("error", "type")), ("v1/messages", ("error", "type"))],
-)
-async def test_a_bug_is_answered_in_the_dialect_and_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, path: str, kind: tuple[str, str]
-) -> None:
-    async with running(Cursed(lambda _: said("Yes.")), tmp_path) as up:
-        ticket = await up.client.open(SessionSpec(id="r.1"))
-        with caplog.at_level(logging.ERROR, logger="afield.gateway"):
-            status, answer = await up.ask("POST", f"/s/r.1/{path}", {**CHAT, "max_tokens": 9}, ticket.api_key)
-        assert status == 500
-        assert answer[kind[0]][kind[1]]
-        assert "a bug nobody thought of" not in json.dumps(answer)
-        assert any(
-            "Traceback" in r.getMessage() and "nobody thought of" in r.getMessage() for r in caplog.records
+
+
+class FakeGateway:
+    """Gateway with the session states in `sessions`."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, SessionState] = {}
+        self.down = False
+        self.broken: set[str] = set()
+        """Sessions that make every request with them fail."""
+
+    async def version(self) -> int:
+        if self.down:
+            raise Unavailable("the gateway is down")
+        return 0
+
+    async def states(self, session_ids: Sequence[str]) -> dict[str, SessionState]:
+        await self.version()
+        if self.broken & set(session_ids):
+            raise ValueError("a damaged session")
+        return {name: self.sessions[name] for name in session_ids if name in self.sessions}
+
+    def set_state(self, session_id: str, **fields: Any) -> None:
+        state: dict[str, Any] = {
+            "id": session_id,
+            "phase": "open",
+            "rollout_id": None,
+            "attempt": None,
+            "group_id": None,
+            "calls": 0,
+            "turns": 0,
+            "branches": 0,
+            "tokens": {},
+            "dangling": 0,
+            "versions": None,
+            "rewards": [],
+            "created": 0.0,
+            "last_activity": 0.0,
+        }
+        self.sessions[session_id] = SessionState(**{**state, **fields})
+
+
+class FakeTransport:
+    """Transport that delivers the hints in `queue` once each, and sweeps `decided`."""
+
+    held_s = 0.0
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[Attempt] = asyncio.Queue()
+        self.decided: set[Attempt] = set()
+        self.acknowledged: list[Attempt] = []
+
+    async def hints(self, exp_id: str, wait_s: float) -> list[Attempt]:
+        try:
+            return [await asyncio.wait_for(self.queue.get(), wait_s)]
+        except TimeoutError:
+            return []
+
+    async def acknowledge(self, exp_id: str, attempts: Sequence[Attempt]) -> None:
+        self.acknowledged += attempts
+
+    async def unacknowledged(self, exp_id: str) -> list[Attempt]:
+        return []
+
+    async def sweep(self, waiting: Sequence[Any]) -> list[Attempt]:
+        return [pending.attempt for pending in waiting if pending.attempt in self.decided]
+
+    async def decision(self, waiting: object) -> None:
+        return None
+
+
+class FakeRuntime:
+    """Runtime that reports `phase` for every session."""
+
+    capabilities = Capabilities(isolation="none")
+
+    def __init__(self) -> None:
+        self.phase = Phase.ENDED
+
+    async def status(self, attempt: Attempt) -> SessionStatus:
+        return SessionStatus(session_id=attempt.session_id, phase=self.phase)
+
+
+class Setup:
+    """A watcher with its fakes."""
+
+    def __init__(self, run_state: RunState, **settings: Any) -> None:
+        self.gateway, self.transport, self.runtime = FakeGateway(), FakeTransport(), FakeRuntime()
+        self.run_state = run_state
+        gateway: Any = self.gateway
+        transport: Any = self.transport
+        runtime: Any = self.runtime
+        intervals = {"poll_interval_s": 0.05, "watch_interval_s": 0.02}
+        config = RolloutConfig(exp_id="e", model_id="m", **{**intervals, **settings})
+        self.watcher = AttemptWatcher(
+            config,
+            gateway=gateway,
+            runtime=runtime,
+            transport=transport,
+            run_state=run_state,
+            gateway_calls=Availability("the gateway", config, gateway.version),
+            store_calls=Availability("the store", config, lambda: transport.decision(None)),
         )
 
+    def launched(self, rollout_id: str = "r", ago_s: float = 0.0) -> RunningAttempt:
+        """An attempt that was launched `ago_s` seconds ago."""
+        rollout = Rollout(id=rollout_id, exp_id="e", group_id="g", task=Task("t", {}))
+        running = RunningAttempt(rollout, Attempt(rollout_id, 1), loop_time())
+        running.progress.launched_at = loop_time() - ago_s
+        self.watcher.running[running.session_id] = running
+        return running
 
-async def test_sessions_that_are_over_leave_nothing_in_memory(tmp_path: Path) -> None:
-    engine = yes()
-    pool = EnginePool({"engine": engine}, tries=1)
-    gateway = LocalGateway(
-        tokenizer=load_tokenizer(),
-        engine=pool,
-        store=tmp_path,
-        admin_key=ADMIN,
-        public_url="http://gateway",
-    )
-    async with pool, gateway:
-        app = GatewayApp(gateway)
 
-        async def use(first: int, count: int) -> None:
-            for n in range(first, first + count):
-                ticket = await gateway.open(SessionSpec(id=f"r{n}.1", exp_id="e"))
-                await Client(app, ticket.api_key, "chat", False).say(user("Hi"), toolset=0)
-                await knock(app, "POST", f"/s/r{n}.1/alive", b"{}", ticket.api_key)
-                await knock(app, "POST", f"/s/r{n}.1/outcome", b'{"reward": 1}', ticket.api_key)
-                await gateway.finalize(f"r{n}.1")
-                if n % 2:
-                    await knock(app, "DELETE", f"/sessions/r{n}.1", key=ADMIN)
+@asynccontextmanager
+async def watching(tmp_path: Path, **settings: Any) -> AsyncIterator[Setup]:
+    """Run a watcher; raises the error that ended it."""
+    with RunState(tmp_path / "state.sqlite") as run_state:
+        setup = Setup(run_state, **settings)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                setup.watcher.start(tasks)
+                yield setup
+                setup.watcher.close()
+        except BaseExceptionGroup as errors:
+            raise root_cause(errors) from errors
 
-        def held() -> tuple[int, int]:
-            engine.recorded.clear()  # the script's own notes
-            gc.collect()
-            return len(gc.get_objects()), sys.getallocatedblocks()
 
-        await use(0, 100)
-        before = held()
-        await use(100, 900)
-        after = held()
-        assert len(gateway.sessions) == 0
-        assert after[0] - before[0] < 400
-        assert after[1] - before[1] < 800
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+# --- hints and sweeps ----------------------------------------------------------------------------
+
+
+async def test_a_hint_wakes_its_attempt_and_is_kept_until_the_attempt_is_decided(tmp_path: Path) -> None:
+    async with watching(tmp_path, poll_interval_s=60.0) as setup:
+        running, attempt = setup.launched(), Attempt("r", 1)
+        setup.transport.queue.put_nowait(attempt)
+        async with asyncio.timeout(30):
+            await running.changed.wait()
+        assert setup.transport.acknowledged == []
+        setup.watcher.used_hints.append(attempt)
+        await setup.watcher.flush()
+        assert setup.transport.acknowledged == [attempt]
+
+
+async def test_a_hint_of_an_earlier_attempt_is_acknowledged_and_of_another_run_is_not(tmp_path: Path) -> None:
+    async with watching(tmp_path) as setup:
+        earlier, other = Attempt("earlier", 1), Attempt("other", 1)
+        setup.run_state.begin_attempt(earlier)
+        setup.transport.queue.put_nowait(other)
+        setup.transport.queue.put_nowait(earlier)
+        await until(lambda: setup.transport.acknowledged != [])
+        assert setup.transport.acknowledged == [earlier]
+
+
+async def test_a_sweep_wakes_an_attempt_whose_hint_was_lost(tmp_path: Path) -> None:
+    async with watching(tmp_path) as setup:
+        decided, undecided = setup.launched("a"), setup.launched("b")
+        setup.transport.decided.add(Attempt("a", 1))
+        async with asyncio.timeout(30):
+            await decided.changed.wait()
+        assert not undecided.changed.is_set()
+
+
+# --- session states ------------------------------------------------------------------------------
+
+
+async def test_a_completed_session_wakes_its_attempt(tmp_path: Path) -> None:
+    async with watching(tmp_path) as setup:
+        running = setup.launched()
+        setup.gateway.set_state("r.1", phase="completed")
+        async with asyncio.timeout(30):
+            await running.changed.wait()
+        assert running.progress.completed_at is not None and running.abandon_failure is None
+
+
+async def test_an_attempt_past_a_deadline_is_abandoned(tmp_path: Path) -> None:
+    async with watching(tmp_path, deadlines=Deadlines(idle_timeout_s=5.0)) as setup:
+        idle, busy = setup.launched("idle"), setup.launched("busy")
+        setup.gateway.set_state("idle.1", calls=1, idle_s=6.0)
+        setup.gateway.set_state("busy.1", calls=1, idle_s=6.0, in_flight=1)
+        await until(lambda: idle.abandon_failure is not None)
+        assert idle.abandon_failure and idle.abandon_failure.reason is Reason.TIMEOUT
+        assert "idle_timeout_s is 5" in idle.abandon_failure.message
+        assert busy.abandon_failure is None
+
+
+@pytest.mark.parametrize(("phase", "abandoned"), [(Phase.ENDED, True), (Phase.RUNNING, False)])
+async def test_an_agent_without_heartbeats_is_dead_unless_its_runtime_reports_it(
+    tmp_path: Path, phase: Phase, abandoned: bool
+) -> None:
+    async with watching(tmp_path, deadlines=Deadlines(heartbeat_timeout_s=1.0)) as setup:
+        setup.runtime.phase = phase
+        silent, overdue = setup.launched("silent"), setup.launched("overdue", ago_s=1000.0)
+        setup.gateway.set_state("silent.1", unseen_s=2.0)
+        await until(lambda: overdue.abandon_failure is not None)  # the same look has examined both
+        assert (silent.abandon_failure is not None) is abandoned
+        if silent.abandon_failure:
+            assert silent.abandon_failure.kind is FailureKind.INFRASTRUCTURE
+            assert silent.abandon_failure.reason is Reason.DIED
+
+
+# --- a gateway or session that does not answer ---------------------------------------------------
+
+
+async def test_an_outage_of_the_gateway_extends_the_deadlines(tmp_path: Path) -> None:
+    async with watching(tmp_path) as setup:
+        running = setup.launched()
+        launched_at = running.progress.launched_at or 0.0
+        setup.gateway.down = True
+        await until(lambda: (running.progress.launched_at or 0.0) > launched_at)
+        assert running.abandon_failure is None
+
+
+async def test_an_outage_that_lasts_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(Outage, match=r"the gateway does not answer for .* resume the run"):
+        async with watching(tmp_path, unavailable_timeout_s=0.1) as setup:
+            setup.launched()
+            setup.gateway.down = True
+            await asyncio.sleep(30)
+
+
+async def test_a_session_that_breaks_requests_is_left_out_and_the_others_are_read(tmp_path: Path) -> None:
+    async with watching(tmp_path) as setup:
+        broken, sound = setup.launched("broken"), setup.launched("sound")
+        launched_at = broken.progress.launched_at or 0.0
+        setup.gateway.broken = {"broken.1"}
+        setup.gateway.set_state("sound.1", phase="completed")
+        await until(lambda: sound.progress.completed_at is not None)
+        await until(lambda: broken.extended_s > 0)
+        assert (broken.progress.launched_at or 0.0) > launched_at
+        assert sound.extended_s == 0 and broken.abandon_failure is None

@@ -1,4 +1,4 @@
-"""What the container runtime does without an engine: names, words, addresses, and what it refuses early."""
+"""Docker runtime without a container engine: names, limits, exit states, addresses and refused options."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def runtime(tmp_path: Path, **options: object) -> ContainerRuntime:
     return ContainerRuntime(ContainerOptions(**given), name="run", log_dir=tmp_path / "logs")  # pyright: ignore[reportArgumentType]
 
 
-# --- names, limits, words ---------------------------------------------------------------------------
+# --- names, limits, exit states ----------------------------------------------------------------------
 
 
 @settings(max_examples=30)
 @given(IDS, IDS)
-def test_a_name_follows_from_the_session_and_no_two_share_one(one: str, other: str) -> None:
+def test_each_session_has_a_container_name_of_its_own(one: str, other: str) -> None:
     name = container_name(one)
     assert len(name) <= MAX_NAME and re.fullmatch(r"[a-zA-Z0-9][a-zA-Z0-9_.-]+", name)
     assert (name == container_name(other)) == (one == other)
@@ -56,7 +56,7 @@ def test_long_sessions_that_begin_alike_have_names_of_their_own() -> None:
     assert len(names) == 10
 
 
-def test_only_what_is_set_is_enforced() -> None:
+def test_only_limits_that_are_set_are_enforced() -> None:
     assert enforced_limits(ResourceLimits()) == {"cpu", "memory", "pids", "disk"}
     assert enforced_limits(ResourceLimits(cpus=None, disk_mb=None)) == {"memory", "pids"}
     config = host_config(
@@ -88,14 +88,14 @@ def test_container_exit_states_are_described_in_words(state: dict[str, object], 
     assert said in describe_exit(state, ResourceLimits(memory_mb=64))
 
 
-def test_engines_call_the_same_phase_by_different_names() -> None:
+def test_status_words_of_docker_and_podman_map_to_phases() -> None:
     for word in ("exited", "stopped", "dead", "Removing"):
         assert phase_of(word) is Phase.ENDED
     assert phase_of("created") is Phase.STARTING
     assert phase_of("running") is phase_of("paused") is Phase.RUNNING
 
 
-def test_what_an_engine_lists_and_what_it_tells_of_one_agree() -> None:
+def test_list_and_inspect_give_the_same_status() -> None:
     labels = {"afield.session": "r.1"}
     row = {"Id": "ab", "Names": ["/afield-r.1"], "State": "running", "Created": 1794748804, "Labels": labels}
     one = {"Name": "/afield-r.1", "State": {"Status": "running"}, "Created": "2026-11-15T13:20:04.123456789Z"}
@@ -114,7 +114,7 @@ def test_a_mount_of_another_form_is_refused(mount: str) -> None:
         ContainerOptions(mounts=(mount,))
 
 
-def test_a_port_that_is_none_is_refused() -> None:
+def test_port_0_is_refused() -> None:
     with pytest.raises(ValueError, match="port = 0"):
         ContainerOptions(port=0)
 
@@ -123,7 +123,7 @@ def test_a_port_that_is_none_is_refused() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.9.9.9", "[::1]"])
-def test_addresses_of_our_loopback_get_our_name_and_keep_all_else(host: str) -> None:
+def test_loopback_addresses_get_another_host_and_keep_the_rest(host: str) -> None:
     where = {"base_url": f"http://{host}:8400/s/r.1", "outcome_url": f"http://{host}:8401/o?x=1#y"}
     given = payload({"url": "http://127.0.0.1:1/"}, invocation(**where, hint_url=f"redis://u:p@{host}/0"))
     assert loopback_ports(given) == {8400, 8401, 6379}
@@ -135,7 +135,7 @@ def test_addresses_of_our_loopback_get_our_name_and_keep_all_else(host: str) -> 
     assert given["_rollout"]["base_url"] == where["base_url"]
 
 
-def test_addresses_of_others_are_left_alone() -> None:
+def test_other_addresses_are_unchanged() -> None:
     where = {"base_url": "https://gateway.example:8400/s/r.1", "outcome_url": "file:///store"}
     given = payload({}, invocation(**where))
     assert loopback_ports(given) == set()
@@ -185,39 +185,39 @@ async def test_loopback_relay_closes_connections_from_other_addresses() -> None:
 
 
 @pytest.mark.anyio
-async def test_an_address_that_is_not_ours_is_reported() -> None:
+async def test_a_relay_on_a_foreign_address_is_reported() -> None:
     async with LoopbackRelays() as relays:
         assert not await relays.open("192.0.2.1", "192.0.2.0/24", {8400})
 
 
-# --- what is refused before the first rollout ---------------------------------------------------------
+# --- checks before the first rollout ------------------------------------------------------------------
 
 
 @pytest.mark.anyio
-async def test_an_engine_that_does_not_exist_is_named_with_the_remedy(tmp_path: Path) -> None:
-    async with runtime(tmp_path) as here:
+async def test_a_missing_engine_is_named_with_the_remedy(tmp_path: Path) -> None:
+    async with runtime(tmp_path) as containers:
         with pytest.raises(UsageError, match=rf"unix://{tmp_path}/engine.sock does not answer.*set socket"):
-            await here.check()
+            await containers.check()
         with pytest.raises(Unavailable, match="does not answer"):
-            await here.list()
+            await containers.list()
 
 
 @pytest.mark.anyio
-async def test_a_launch_without_an_engine_fails_as_a_broken_place(tmp_path: Path) -> None:
-    async with runtime(tmp_path) as here:
+async def test_a_launch_without_an_engine_is_an_infrastructure_failure(tmp_path: Path) -> None:
+    async with runtime(tmp_path) as containers:
         with pytest.raises(InfrastructureFailure, match="does not answer") as caught:
-            await here.launch(Attempt("r", 1), payload({}, invocation()))
+            await containers.launch(Attempt("r", 1), payload({}, invocation()))
         assert caught.value.reason is Reason.LAUNCH
-        failure = (await here.wait(Attempt("r", 1))).failure
+        failure = (await containers.wait(Attempt("r", 1))).failure
         assert failure and failure.message == str(caught.value)
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("network", ["host", "none", "container:other", ""])
 async def test_networks_without_addresses_are_refused(tmp_path: Path, network: str) -> None:
-    async with runtime(tmp_path, network=network) as here:
+    async with runtime(tmp_path, network=network) as containers:
         with pytest.raises(UsageError, match=f"network '{network}'.*'bridge'"):
-            await here.check()
+            await containers.check()
 
 
 @pytest.mark.anyio
@@ -233,7 +233,7 @@ async def test_sandbox_without_a_container_engine_raises_unavailable(tmp_path: P
             pass
 
 
-def test_what_it_can_do_is_declared(tmp_path: Path) -> None:
+def test_capabilities(tmp_path: Path) -> None:
     can = runtime(tmp_path).capabilities
     assert can.isolation == "container" and can.limits == {"cpu", "memory", "pids"}
     assert can.exec and can.lists and can.reaches and can.outlives and can.tells_end and can.lingers

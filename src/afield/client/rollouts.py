@@ -45,7 +45,7 @@ from afield.utils.loop_thread import LoopThread
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-CLOSED = "the client is closed; open another one, on the same directory it goes on where this one was"
+CLOSED = "the client is closed; open another one: on the same directory it reuses the finished rollouts"
 NOT_STARTED = "the client was not started: use it in a 'with' block, or call start()"
 
 
@@ -77,12 +77,12 @@ class TokenCounter:
         self._observer.rollout_finished(result)
 
     def rewarded(self, result: RolloutResult) -> None:
-        """Count the tokens of a rollout as trained that had no reward when it finished."""
+        """Count the tokens of a rollout as trained once the caller has given its reward."""
         self._watch.account = self._watch.account.rewarded(sum(row.owned for row in result.trajectories))
 
 
-class Options(TypedDict, total=False):
-    """Options of a batch."""
+class BatchOptions(TypedDict, total=False):
+    """Options of `run_batch`, `run_groups` and their async forms."""
 
     rollouts: int
     """Rollouts per row; by default `RolloutConfig.rollouts`."""
@@ -98,8 +98,16 @@ class RolloutClient:
     """Client that runs rollouts through a gateway, a runtime and a transport.
 
     Use it in a `with` block, or call `start` and `close`. The client enters gateway, runtime and transport in
-    its own thread, so pass them unopened. The run directory keeps run state and finished rollouts.
-    `RolloutClient.open` creates the components from names.
+    its own thread, so pass them unopened. `RolloutClient.open` creates the components from names.
+
+    - `gateway`: records the model calls of agents; entered with the client.
+    - `runtime`: launches agents; entered with the client.
+    - `transport`: brings outcomes from agents; entered with the client.
+    - `run`: directory with run state and finished rollouts; locked while the client is open.
+    - `observer`: called after each attempt and rollout; by default none.
+    - `limiter`: limits the rate of launches and of other calls of the runtime; by default no limit.
+    - `verifiers`: runtime of verifiers, for `separate_verifier`; by default none.
+    - `info`: description of the run, written to its directory; by default kind "client" and the model.
     """
 
     def __init__(
@@ -118,24 +126,33 @@ class RolloutClient:
         self.config = config
         self.info = info or RunInfo(kind="client", model=config.model_id)
         self.rundir = run
-        self._parts = gateway, runtime, transport
+        self.limiter = limiter
+        self._gateway = gateway
+        self._runtime = runtime
+        self._transport = transport
         self._verifiers = verifiers
         self._observer = TokenCounter(observer or NullObserver())
-        self.limiter = limiter
         self._run_state = RunState(run.run_state)
         self._rollout_store = RolloutStore(run.rollout_store, index=run.index)
-        self._names = IdAllocator(config.exp_id)
+        self._ids = IdAllocator(config.exp_id)
         self._lock = threading.Lock()
-        self._live: dict[str, RolloutFuture] = {}
-        self._tasks: dict[RolloutFuture, asyncio.Task[RolloutSummary]] = {}
-        self._rewarding = threading.Lock()
-        """Held while rewards are recorded and written."""
-        self._thread = LoopThread(f"afield-client-{config.exp_id}", self._run_until_closed)
-        self._stopping = asyncio.Event()
-        self._running_ids: set[str] = set()
-        self._up: Future[None] = Future()
+        """Guards `_closed` and `_live`, which callers and the client's thread share."""
         self._closed = False
+        self._live: dict[str, RolloutFuture] = {}
+        """Futures whose tasks have not ended, by rollout id; a cancelled one stays until then."""
+        self._reward_lock = threading.Lock()
+        """Held while rewards are recorded and written."""
+        self._ready: Future[None] = Future()
+        """Completed once agents can be launched, or with the error because of which they cannot."""
         self._error: BaseException | None = None
+        """Error that stopped the client, raised by `close`."""
+        self._thread = LoopThread(f"afield-client-{config.exp_id}", self._run_until_closed)
+
+        # Used in the client's thread only.
+        self._stopping = asyncio.Event()
+        self._tasks: dict[RolloutFuture, asyncio.Task[RolloutSummary]] = {}
+        self._running_ids: set[str] = set()
+        """Rollouts that have a concurrency slot."""
 
     @classmethod
     @with_signature
@@ -159,7 +176,7 @@ class RolloutClient:
                 raise UsageError(CLOSED)
             self._thread.start()
         try:
-            self._up.result()
+            self._ready.result()
         except BaseException:
             self._close()  # after KeyboardInterrupt too
             raise
@@ -170,25 +187,26 @@ class RolloutClient:
 
         Raises the error that stopped the client, if there was one.
         """
-        if broken := self._close():
-            raise broken
+        if error := self._close():
+            raise error
 
     def _close(self) -> BaseException | None:
+        """Close the client and return the error that stopped it, if there was one."""
         with self._lock:
             self._closed = True
         self._thread.call(self._stop)
         if not self._thread.join():  # called in a callback, which the thread cannot join
             return None
-        broken, self._error = self._error, None
-        return broken
+        error, self._error = self._error, None
+        return error
 
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(self, kind: object, *rest: object) -> None:
-        broken = self._close()
-        if broken and kind is None:
-            raise broken
+    def __exit__(self, exc_type: object, *exc: object) -> None:
+        error = self._close()
+        if error and exc_type is None:
+            raise error
 
     async def __aenter__(self) -> Self:
         return await asyncio.to_thread(self.start)
@@ -216,7 +234,7 @@ class RolloutClient:
 
         Repeating a rollout id returns the same rollout; with another row it raises Conflict.
         """
-        request = self._names.request(row, input_id, rollout_id, sampling=sampling, split=split)
+        request = self._ids.request(row, input_id, rollout_id, sampling=sampling, split=split)
         return self._submit(request.rollout)
 
     def begin(self, rollout: Rollout) -> RolloutFuture:
@@ -225,40 +243,46 @@ class RolloutClient:
 
     def _submit(self, rollout: Rollout) -> RolloutFuture:
         with self._lock:
-            if self._closed or not self._up.done():
-                raise UsageError(CLOSED if self._closed else NOT_STARTED)
-            before = self._live.get(rollout.id)
-            if before is not None:
-                _check_same(before.rollout, rollout)
-                if not before.done():
-                    return before
-            future = RolloutFuture(rollout, end=self._end, read=self._rollout_store.get)
+            self._check_open()
+            earlier = self._live.get(rollout.id)
+            if earlier is not None:
+                _check_same(earlier.rollout, rollout)
+                if not earlier.done():
+                    return earlier
+            future = RolloutFuture(rollout, end=self._cancel, read=self._rollout_store.get)
             self._live[rollout.id] = future
-            self._thread.call(partial(self._begin, future, before))
+            self._thread.call(partial(self._start_task, future, earlier))
         return future
 
-    # --- many ------------------------------------------------------------------------------------
+    def _check_open(self) -> None:
+        """Raise UsageError before `start` and after `close`. The caller holds `_lock`."""
+        if self._closed or not self._ready.done():
+            raise UsageError(CLOSED if self._closed else NOT_STARTED)
 
-    def run_batch(self, rows: Iterable[Row], **options: Unpack[Options]) -> Iterator[BatchItem]:
+    # --- batches and groups ----------------------------------------------------------------------
+
+    def run_batch(self, rows: Iterable[Row], **options: Unpack[BatchOptions]) -> Iterator[BatchItem]:
         """Run each row `rollouts` times and yield items in the order they finish.
 
         Starts with the first `next`. Leaving the loop early cancels the rest.
         """
-        return self._each(self._batch(rows, **options), as_item)
+        return self._iterate(self._batch(rows, **options), as_item)
 
-    def run_groups(self, rows: Iterable[Row], **options: Unpack[Options]) -> Iterator[Group]:
+    def run_groups(self, rows: Iterable[Row], **options: Unpack[BatchOptions]) -> Iterator[Group]:
         """Run each row `rollouts` times and yield a group once all rollouts of its input have finished."""
         batch = self._batch(rows, **options)
-        return self._each(batch, GroupAssembler(batch.requests).add)
+        return self._iterate(batch, GroupAssembler(batch.requests).add)
 
-    def run_batch_async(self, rows: Iterable[Row], **options: Unpack[Options]) -> AsyncIterator[BatchItem]:
+    def run_batch_async(
+        self, rows: Iterable[Row], **options: Unpack[BatchOptions]
+    ) -> AsyncIterator[BatchItem]:
         """`run_batch` for `async for`."""
-        return self._each_async(self._batch(rows, **options), as_item)
+        return self._iterate_async(self._batch(rows, **options), as_item)
 
-    def run_groups_async(self, rows: Iterable[Row], **options: Unpack[Options]) -> AsyncIterator[Group]:
+    def run_groups_async(self, rows: Iterable[Row], **options: Unpack[BatchOptions]) -> AsyncIterator[Group]:
         """`run_groups` for `async for`."""
         batch = self._batch(rows, **options)
-        return self._each_async(batch, GroupAssembler(batch.requests).add)
+        return self._iterate_async(batch, GroupAssembler(batch.requests).add)
 
     def _batch(
         self,
@@ -271,19 +295,19 @@ class RolloutClient:
         count = self.config.rollouts if rollouts is None else rollouts
         if count < 1:
             raise UsageError(f"rollouts = {count} must be at least 1")
-        requests = self._names.requests(rows, count, sampling=sampling, split=split)
+        requests = self._ids.requests(rows, count, sampling=sampling, split=split)
         # Twice the concurrency keeps every slot busy without holding a long batch in memory.
         return RolloutBatch(requests, self._submit, ahead=2 * self.config.concurrency, timeout=timeout)
 
-    def _each(self, batch: RolloutBatch, make: Callable[[EndedRequest], T | None]) -> Iterator[T]:
+    def _iterate(self, batch: RolloutBatch, make: Callable[[EndedRequest], T | None]) -> Iterator[T]:
         queue: SimpleQueue[EndedRequest | BaseException] = SimpleQueue()
         with batch:
-            self._start(batch, queue.put)
+            self._start_batch(batch, queue.put)
             for _ in batch.requests:
                 if (result := make(_or_raise(queue.get()))) is not None:
                     yield result
 
-    async def _each_async(
+    async def _iterate_async(
         self, batch: RolloutBatch, make: Callable[[EndedRequest], T | None]
     ) -> AsyncIterator[T]:
         queue: asyncio.Queue[EndedRequest | BaseException] = asyncio.Queue()
@@ -294,16 +318,16 @@ class RolloutClient:
                 loop.call_soon_threadsafe(queue.put_nowait, ended)
 
         with batch:
-            self._start(batch, put)
+            self._start_batch(batch, put)
             for _ in batch.requests:
                 if (result := await asyncio.to_thread(make, _or_raise(await queue.get()))) is not None:
                     yield result
 
-    def _start(self, batch: RolloutBatch, put: Put) -> None:
+    def _start_batch(self, batch: RolloutBatch, put: Put) -> None:
         batch.start(put)
         if (timeout := batch.timeout) is not None:
             self._thread.call(
-                lambda: asyncio.get_running_loop().call_later(timeout, batch.expire, self._attempts)
+                lambda: asyncio.get_running_loop().call_later(timeout, batch.expire, self._attempt_count)
             )
 
     # --- rewards of the caller -------------------------------------------------------------------
@@ -318,9 +342,9 @@ class RolloutClient:
         `reward_from="caller"`.
         """
         self._check_gives_rewards()
-        result = self._ended(_id_of(rollout))
+        result = self._rewardable(_id_of(rollout))
         reward = {"reward": value, "rewards": named} if named else value
-        return self._give(self._rewarded([result], [reward]))[0]
+        return self._record_rewards(self._outcomes_with([result], [reward]))[0]
 
     def reward_group(self, group: Group, function: RewardFunction) -> Group:
         """Give the rewards of a group by a function of its rollouts; returns the group with them.
@@ -331,24 +355,24 @@ class RolloutClient:
         self._check_gives_rewards()
         if inspect.iscoroutinefunction(function):
             raise UsageError("the reward function is async; await your rewards, and give each with reward()")
-        stored = {one.rollout.id: self._ended(one.rollout.id) for one in group.finished if _pending(one)}
-        if pending := [one for one in stored.values() if _pending(one)]:
-            outcomes = self._rewarded(pending, function(list(pending)))
-            stored |= {one.rollout.id: one for one in self._give(outcomes)}
-        finished = tuple(stored.get(one.rollout.id, one) for one in group.finished)
+        ids = [result.rollout.id for result in group.finished if _pending(result)]
+        stored = {rollout_id: self._rewardable(rollout_id) for rollout_id in ids}
+        if pending := [result for result in stored.values() if _pending(result)]:
+            outcomes = self._outcomes_with(pending, function(list(pending)))
+            stored |= {result.rollout.id: result for result in self._record_rewards(outcomes)}
+        finished = tuple(stored.get(result.rollout.id, result) for result in group.finished)
         return structs.replace(group, finished=finished)
 
     def _check_gives_rewards(self) -> None:
         with self._lock:
-            if self._closed or not self._up.done():
-                raise UsageError(CLOSED if self._closed else NOT_STARTED)
+            self._check_open()
         if self.config.reward_from != "caller":
             raise UsageError(
                 "agents give the rewards of this client; open it with reward_from='caller' to give them"
             )
 
-    def _ended(self, rollout_id: str) -> RolloutResult:
-        """A rollout that has ended and may have a reward."""
+    def _rewardable(self, rollout_id: str) -> RolloutResult:
+        """Return a rollout that can take a reward: it has ended, without a failure."""
         if self._run_state.rollout_summary(rollout_id) is None:
             raise NotFound(
                 f"rollout {rollout_id} has not ended in {self.rundir.path}; wait for its result first"
@@ -359,15 +383,17 @@ class RolloutClient:
             raise UsageError(f"{message}; only a rollout without a failure takes a reward")
         return result
 
-    def _rewarded(self, results: list[RolloutResult], values: object) -> list[Outcome]:
+    def _outcomes_with(self, results: list[RolloutResult], values: object) -> list[Outcome]:
+        """Return the outcomes of these rollouts with the caller's rewards, one value per rollout."""
         try:
             return rewarded_outcomes(results, values, self.config)
         except VerifierFailure as error:
             raise UsageError(str(error)) from error
 
-    def _give(self, outcomes: list[Outcome]) -> list[RolloutResult]:
-        with self._rewarding:
-            results = [self._ended(outcome.rollout_id) for outcome in outcomes]
+    def _record_rewards(self, outcomes: list[Outcome]) -> list[RolloutResult]:
+        """Record and write the rewards of these outcomes; raises Conflict if a rollout has another one."""
+        with self._reward_lock:
+            results = [self._rewardable(outcome.rollout_id) for outcome in outcomes]
             for result, outcome in zip(results, outcomes, strict=True):
                 if not _pending(result) and result.outcome != outcome:
                     has, wanted = _reward_text(result.outcome), _reward_text(outcome)
@@ -395,13 +421,13 @@ class RolloutClient:
             left = list(self._live.values())
         for future in left:
             future.fail(error) if error else future.cancel()
-        if self._up.done():
+        if self._ready.done():
             self._error = error
         else:
-            self._up.set_exception(error or CancelledError())
+            self._ready.set_exception(error or CancelledError())
 
     async def _main(self) -> None:
-        gateway, runtime, transport = self._parts
+        """Open the components, serve until `_stop` is called, and close them."""
         async with AsyncExitStack() as stack:
             stack.enter_context(self.rundir.locked("collect"))
             run_state = stack.enter_context(self._run_state)
@@ -412,20 +438,20 @@ class RolloutClient:
             if isinstance(self.limiter, LeasedLimiter):
                 stack.callback(self.limiter.close)
                 self.limiter.check()
-            carrier = await stack.enter_async_context(transport)
-            agents = await stack.enter_async_context(runtime)
-            model = await stack.enter_async_context(gateway)
-            await model.version()
-            await agents.check()
+            transport = await stack.enter_async_context(self._transport)
+            runtime = await stack.enter_async_context(self._runtime)
+            gateway = await stack.enter_async_context(self._gateway)
+            await gateway.version()
+            await runtime.check()
             verifiers = self._verifiers
             if verifiers is not None:
                 verifiers = await stack.enter_async_context(verifiers)
                 await verifiers.check()
             self._runner = RolloutRunner(
                 self.config,
-                gateway=model,
-                runtime=agents,
-                transport=carrier,
+                gateway=gateway,
+                runtime=runtime,
+                transport=transport,
                 run_state=run_state,
                 rollout_store=self._rollout_store,
                 observer=self._observer,
@@ -433,17 +459,17 @@ class RolloutClient:
                 verifiers=verifiers,
             )
             await stack.enter_async_context(self._runner)
-            self._up.set_result(None)
+            self._ready.set_result(None)
             await self._stopping.wait()
-            await self._end_all()
+            await self._cancel_all()
 
     def _stop(self) -> None:
-        if self._up.done():
+        if self._ready.done():
             self._stopping.set()
         else:
             self._main_task.cancel()
 
-    async def _end_all(self) -> None:
+    async def _cancel_all(self) -> None:
         with self._lock:
             left = list(self._live.values())
         for future in left:
@@ -454,17 +480,18 @@ class RolloutClient:
         for task in self._tasks.values():
             task.cancel()
 
-    def _begin(self, future: RolloutFuture, before: RolloutFuture | None) -> None:
-        earlier = self._tasks.get(before) if before else None
-        task = asyncio.create_task(self._run(future, earlier))
+    def _start_task(self, future: RolloutFuture, earlier: RolloutFuture | None) -> None:
+        """Start the task of a future; it waits for the task of an earlier future of the same rollout."""
+        earlier_task = self._tasks.get(earlier) if earlier else None
+        task = asyncio.create_task(self._run(future, earlier_task))
         self._tasks[future] = task
-        task.add_done_callback(partial(self._on_task_done, future))
+        task.add_done_callback(partial(self._complete_future, future))
 
     async def _run(
-        self, future: RolloutFuture, earlier: asyncio.Task[RolloutSummary] | None
+        self, future: RolloutFuture, earlier_task: asyncio.Task[RolloutSummary] | None
     ) -> RolloutSummary:
-        if earlier is not None:
-            await asyncio.wait([earlier])
+        if earlier_task is not None:
+            await asyncio.wait([earlier_task])
         async with self._slots:
             if future.done():
                 raise asyncio.CancelledError
@@ -487,10 +514,11 @@ class RolloutClient:
         if summary.outcome.failure and summary.outcome.failure.reason is Reason.CANCELLED:
             self._run_state.forget_rollout(rollout.id)
 
-    def _on_task_done(self, future: RolloutFuture, task: asyncio.Task[RolloutSummary]) -> None:
+    def _complete_future(self, future: RolloutFuture, task: asyncio.Task[RolloutSummary]) -> None:
+        """Give the future of an ended task its summary or error."""
         del self._tasks[future]
         if task.cancelled() and not future.done():
-            return  # the client is closing, and `_live_on` completes the futures that are left
+            return  # the client is closing, and `_run_until_closed` completes the futures that are left
         with self._lock:
             if self._live.get(future.rollout.id) is future:
                 del self._live[future.rollout.id]
@@ -502,21 +530,20 @@ class RolloutClient:
         summary = task.result()
         failure = summary.outcome.failure
         if not future.set_summary(summary) and failure and failure.kind is not FailureKind.POLICY:
-            self._run_state.forget_rollout(
-                future.rollout.id
-            )  # the failure may come from the cancellation, so a later run tries again
+            # The failure may come from the cancellation, so a later run tries again.
+            self._run_state.forget_rollout(future.rollout.id)
 
-    def _end(self, future: RolloutFuture, why: str) -> None:
+    def _cancel(self, future: RolloutFuture, reason: str) -> None:
         """End a rollout that no caller waits for. Thread-safe."""
-        self._thread.call(partial(self._end_here, future, why))
+        self._thread.call(partial(self._cancel_in_loop, future, reason))
 
-    def _end_here(self, future: RolloutFuture, why: str) -> None:
+    def _cancel_in_loop(self, future: RolloutFuture, reason: str) -> None:
         if future.rollout.id in self._running_ids and future in self._tasks:
-            self._runner.cancel(future.rollout.id, why)
+            self._runner.cancel(future.rollout.id, reason)
         elif task := self._tasks.get(future):
             task.cancel()  # it still waits for a concurrency slot
 
-    def _attempts(self, rollout_id: str) -> int:
+    def _attempt_count(self, rollout_id: str) -> int:
         return max(1, len(self._run_state.attempts(rollout_id)))
 
 
@@ -535,6 +562,7 @@ def _id_of(rollout: RolloutResult | RolloutFuture | BatchItem | str) -> str:
 
 
 def _check_same(earlier: Rollout, rollout: Rollout) -> None:
+    """Raise Conflict unless both rollouts of one id have the same row, split and sampling."""
     if digest(earlier.task) != digest(rollout.task):
         message = f"rollout {rollout.id} exists with another row, of input {earlier.task.id!r}"
         raise Conflict(f"{message}; give this one another rollout_id")

@@ -34,7 +34,7 @@ from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.launcher import Launcher
 from afield.orchestrator.state import AttemptRecord, RunState
 from afield.orchestrator.verifier import VerifierRunner
-from afield.orchestrator.watcher import LOOKS, AttemptWatcher, RunningAttempt
+from afield.orchestrator.watcher import STATES_TIMEOUT_INTERVALS, AttemptWatcher, RunningAttempt
 from afield.ratelimit import Limiter, LocalLimiter, RateLimits, Unlimited
 from afield.sdk.results import AGENT_REWARD
 from afield.types import Attempt, Failure, FailureKind, Outcome, Reason, Rollout, Task
@@ -89,28 +89,37 @@ class AttemptRunner:
         """Fields of `RolloutTimes` of the running rollouts, by id."""
         self.returned: dict[str, dict[str, Any]] = {}
         """Further values that agents returned in the last attempt with an outcome, by rollout id."""
+        self._teardowns: set[asyncio.Task[None]] = set()
+        """Tasks that stop the agents of decided attempts."""
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Start watching; `tasks` runs the watcher and the stops of agents."""
         self._tasks = tasks
         self._watcher.start(tasks)
-        self._endings: set[asyncio.Task[None]] = set()
 
     async def wait_for_teardown(self) -> None:
         """Wait until the agents of decided attempts have ended and their hints are acknowledged."""
-        if self._endings:
-            await asyncio.wait(self._endings)  # each has its own deadline
+        if self._teardowns:
+            await asyncio.wait(self._teardowns)  # each has its own deadline
         await self._watcher.flush()
 
     def close(self) -> None:
         self._watcher.close()
-        for task in self._endings:
+        for task in self._teardowns:
             task.cancel()
 
     def cancel(self, rollout_id: str, failure: Failure) -> None:
+        """Abandon the running attempt of a rollout; its later attempts end with this failure at once."""
         self.cancelled[rollout_id] = failure
         for running in self._watcher.running.values():
             if running.pending.rollout.id == rollout_id:
                 running.abandon(failure)
+
+    def forget(self, rollout_id: str) -> None:
+        """Drop what is kept of a rollout that has ended."""
+        self.cancelled.pop(rollout_id, None)
+        self.times.pop(rollout_id, None)
+        self.returned.pop(rollout_id, None)
 
     async def run(self, rollout: Rollout, attempt: Attempt, rollout_started_at: float) -> Outcome:
         """Launch an attempt and return its outcome."""
@@ -123,12 +132,12 @@ class AttemptRunner:
         if failure is None:
             self._watcher.running[attempt.session_id] = running  # `cancel` finds it here
             try:
-                failure = await self._attempt(running)
+                failure = await self._launch_and_wait(running)
             finally:
                 self._watcher.running.pop(attempt.session_id, None)
         return await self._decide(running, failure)
 
-    async def _attempt(self, running: RunningAttempt) -> Failure | None:
+    async def _launch_and_wait(self, running: RunningAttempt) -> Failure | None:
         """Launch and wait; returns None once the store has the outcome, else the failure."""
         try:
             failure = await self._launcher.launch(running)
@@ -158,19 +167,20 @@ class AttemptRunner:
         Infrastructure failures keep the key: they hit long attempts more often, and resampling would replace
         those by shorter ones.
         """
-        failures = [tried.failure for tried in self._run_state.attempts(rollout_id) if tried.failure]
+        records = self._run_state.attempts(rollout_id)
+        failures = [record.failure for record in records if record.failure]
         redrawn = sum(failure.kind is not FailureKind.INFRASTRUCTURE for failure in failures)
         return f"{rollout_id}.{1 + redrawn}"
 
     async def resume(
-        self, rollout: Rollout, tried: AttemptRecord, rollout_started_at: float
+        self, rollout: Rollout, record: AttemptRecord, rollout_started_at: float
     ) -> Outcome | None:
         """Take over an attempt of an earlier process; None if it was abandoned."""
-        attempt = tried.attempt
+        attempt = record.attempt
         running = RunningAttempt(rollout, attempt, rollout_started_at, reward_from=self._config.reward_from)
         running.draw = await asyncio.to_thread(self._draw, rollout.id)  # the key that opened its session
         running.launch_requested = True
-        self._begin_times(rollout.id, attempted=tried.started_at, launched=tried.started_at)
+        self._begin_times(rollout.id, attempted=record.started_at, launched=record.started_at)
         failure = infrastructure_failure("the collector was restarted", Reason.DIED)
         try:
             decided = await self._read_decision(running)
@@ -178,7 +188,7 @@ class AttemptRunner:
                 self._watcher.inherit()
             if decided is None and await self._still_runs(attempt):
                 log.info("attempt %s: still runs, waiting for its outcome", attempt.session_id)
-                running.progress.launched_at = loop_time() - tried.age_s
+                running.progress.launched_at = loop_time() - record.age_s
                 running.changed.set()  # its hint may have arrived before this process waited
                 return await self._decide(running, await self._await_outcome(running))
         except Outage:
@@ -192,7 +202,7 @@ class AttemptRunner:
                 decision, _ = await self._fence(running, failure.message)
         if isinstance(decision, OutcomeRecord):
             return await self._decide(running, None)
-        await self._conclude(running, failure, delivered=False)
+        await self._release(running, failure, delivered=False)
         sampled = await self.sampled_tokens(attempt)
         await asyncio.to_thread(self._run_state.record_tokens, attempt, sampled)
         return None
@@ -214,7 +224,7 @@ class AttemptRunner:
         """Return why the model cannot serve this agent at all, from the gateway; empty if it can."""
         session_id = attempt.session_id
         try:  # without retries: the failure itself is known already
-            async with asyncio.timeout(LOOKS * self._config.watch_interval_s):
+            async with asyncio.timeout(STATES_TIMEOUT_INTERVALS * self._config.watch_interval_s):
                 state = (await self._gateway.states([session_id])).get(session_id)
         except Exception as error:
             log.warning("attempt %s: reason of the refusal unknown: %s", session_id, describe_error(error))
@@ -256,7 +266,7 @@ class AttemptRunner:
         self._watcher.running[running.session_id] = running
         if failure := self.cancelled.get(running.pending.rollout.id):
             running.abandon(failure)
-        exiting = asyncio.create_task(self._exited(running))
+        exiting = asyncio.create_task(self._wait_exit(running))
         exiting.add_done_callback(lambda _: running.changed.set())
         grading: asyncio.Task[Failure | None] | None = None
         try:
@@ -269,7 +279,7 @@ class AttemptRunner:
                     running.progress.ended_at = None if running.exit.failure or grading else loop_time()
                 if await self._read_decision(running) is not None:
                     return None
-                grading = grading or await self._grading(running)
+                grading = grading or await self._start_grading(running)
                 if failure := _abandon_reason(running, grading):
                     return failure
         finally:
@@ -283,7 +293,7 @@ class AttemptRunner:
                 exiting.cancel()
                 await asyncio.gather(exiting, return_exceptions=True)
 
-    async def _exited(self, running: RunningAttempt) -> Exit:
+    async def _wait_exit(self, running: RunningAttempt) -> Exit:
         """Wait for the end of the agent; retries while the runtime raises other errors."""
         backoff = Backoff(*BACKOFF_S)
         while True:
@@ -301,7 +311,7 @@ class AttemptRunner:
                 running.wait_error = describe_error(error)
             await backoff.sleep()
 
-    async def _grading(self, running: RunningAttempt) -> asyncio.Task[Failure | None] | None:
+    async def _start_grading(self, running: RunningAttempt) -> asyncio.Task[Failure | None] | None:
         """Start a verifier once the agent has submitted; None before that."""
         if not self._verifier:
             return None
@@ -322,12 +332,12 @@ class AttemptRunner:
 
         A result without a commit is committed first.
         """
-        waiting, transport = running.pending, self._transport
+        pending, transport = running.pending, self._transport
         try:
-            decision = await self._store_calls.call("decision", lambda: transport.decision(waiting))
+            decision = await self._store_calls.call("decision", lambda: transport.decision(pending))
             if decision is None:
                 decision = await self._store_calls.call(
-                    "commit_result", lambda: transport.commit_result(waiting)
+                    "commit_result", lambda: transport.commit_result(pending)
                 )
         except WireError as error:
             running.decision_error = str(error)
@@ -353,16 +363,16 @@ class AttemptRunner:
             except WireError as error:
                 failure = infrastructure_failure(f"its outcome cannot be read: {error}", Reason.UPLOAD)
         else:
-            self._watcher.used.append(running.pending.attempt)
+            self._watcher.used_hints.append(running.pending.attempt)
         if isinstance(decision, OutcomeRecord):
-            outcome = _checked(decision.outcome, running.pending)
+            outcome = _checked_outcome(decision.outcome, running.pending)
             self.returned[outcome.rollout_id] = decision.extra
         else:
             attempt = running.pending.attempt
             outcome = wire.failed(
                 attempt.rollout_id, attempt.n, failure or infrastructure_failure(reason, Reason.DIED)
             )
-        await self._conclude(running, outcome.failure, isinstance(decision, OutcomeRecord))
+        await self._release(running, outcome.failure, isinstance(decision, OutcomeRecord))
         return outcome
 
     async def _fence(
@@ -373,10 +383,10 @@ class AttemptRunner:
         Raises WireError if the stored outcome cannot be read. If the store refuses the fence, the attempt is
         abandoned without one: the run state alone decides which attempt counts.
         """
-        waiting = running.pending
+        pending = running.pending
         decision = None
         try:
-            decision = await self._store_calls.call("fence", lambda: self._transport.fence(waiting, reason))
+            decision = await self._store_calls.call("fence", lambda: self._transport.fence(pending, reason))
         except (Outage, WireError):
             raise
         except Exception as error:
@@ -384,18 +394,18 @@ class AttemptRunner:
                 "attempt %s: abandoned without a fence: %s", running.session_id, describe_error(error)
             )
             failure = failure or failure_from_error(error, "its outcome cannot be decided", Reason.UPLOAD)
-        self._watcher.used.append(waiting.attempt)
+        self._watcher.used_hints.append(pending.attempt)
         return decision, failure
 
-    async def _conclude(self, running: RunningAttempt, failure: Failure | None, delivered: bool) -> None:
-        """Abort the session of a failed attempt and stop its agent in the background."""
+    async def _release(self, running: RunningAttempt, failure: Failure | None, delivered: bool) -> None:
+        """Abort the session of a failed attempt, and stop its agent in the background."""
         if failure:
             await self._abort(running.pending.attempt, failure.message)
         if not running.launch_requested:
             return
-        ending = self._tasks.create_task(self._tear_down(running, LINGER_S if delivered else 0.0))
-        self._endings.add(ending)
-        ending.add_done_callback(self._endings.discard)
+        teardown = self._tasks.create_task(self._tear_down(running, LINGER_S if delivered else 0.0))
+        self._teardowns.add(teardown)
+        teardown.add_done_callback(self._teardowns.discard)
 
     async def _tear_down(self, running: RunningAttempt, linger_s: float) -> None:
         """Stop the agent and its verifier; an agent that has just delivered may end by itself first."""
@@ -433,14 +443,17 @@ def _probe_attempt(exp_id: str) -> PendingAttempt:
     return PendingAttempt(rollout, Attempt(rollout.id, 1))
 
 
-def _checked(outcome: Outcome, waiting: PendingAttempt) -> Outcome:
-    """The outcome of this attempt, with a reward of the agent as a metric if the caller gives rewards."""
-    attempt = waiting.attempt
+def _checked_outcome(outcome: Outcome, pending: PendingAttempt) -> Outcome:
+    """Return the outcome, or a failure if it is of another attempt or lacks the agent's reward.
+
+    Where the caller gives rewards, a reward of the agent becomes a metric.
+    """
+    attempt = pending.attempt
     if (outcome.rollout_id, outcome.attempt) != (attempt.rollout_id, attempt.n):
         message = f"the outcome stored for {attempt.session_id} says it is of {outcome.session_id}"
-    elif outcome.reward_pending and waiting.reward_from == "agent":
+    elif outcome.reward_pending and pending.reward_from == "agent":
         message = f"the outcome of {attempt.session_id} has no reward, which the agent gives; return one"
-    elif outcome.reward is not None and outcome.failure is None and waiting.reward_from == "caller":
+    elif outcome.reward is not None and outcome.failure is None and pending.reward_from == "caller":
         metrics = {**outcome.metrics, AGENT_REWARD: outcome.reward}
         return structs.replace(outcome, reward=None, reward_pending=True, metrics=metrics)
     else:

@@ -82,7 +82,7 @@ class Availability:
         too many batches fail.
         """
         answers: list[T] = []
-        spoiled: list[I] = []
+        unanswered: list[I] = []
         pending, failures = [list(items)] if items else [], 0
         while pending:
             batch = pending.pop()
@@ -99,10 +99,10 @@ class Availability:
                     log.warning(
                         "%s: no answer about one of %d: %s", self._part, len(items), describe_error(error)
                     )
-                    spoiled += batch
+                    unanswered += batch
             if len(batch) > 1:
                 pending += [batch[len(batch) // 2 :], batch[: len(batch) // 2]]
-        return answers, spoiled
+        return answers, unanswered
 
     async def alive(self) -> bool:
         """Whether the component answers the probe."""

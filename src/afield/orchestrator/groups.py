@@ -43,8 +43,10 @@ from afield.types import (
 )
 
 log = logging.getLogger(__name__)
-MAX_EXP_ID = 64  # characters; the rest of a rollout id is epoch, task and number
-CUT = "cut: enough of its group were done"
+MAX_EXP_ID = 64
+"""Largest length of an experiment id; the rest of a rollout id is epoch, task and number."""
+STRAGGLER_MESSAGE = "cut: enough of its group were done"
+"""Failure message of a rollout that is cancelled because its group has enough rewards."""
 Mode = Literal["sync", "one-step-off", "async"]
 
 
@@ -94,16 +96,18 @@ class DynamicSampling(Struct, frozen=True, kw_only=True):
         """Whether a group that could be trained has equal rewards only."""
         if completed.drop_reason is not None:
             return False
-        carrying = [o for o in completed.outcomes if o.reward_or_floor(0.0) is not None]
-        return len({self._score(outcome) for outcome in carrying}) == 1
+        rewarded = [outcome for outcome in completed.outcomes if outcome.reward_or_floor(0.0) is not None]
+        return len({self._score(outcome) for outcome in rewarded}) == 1
 
     def _score(self, outcome: Outcome) -> tuple[float, ...]:
+        """All rewards that give an outcome its advantages."""
         reward = outcome.reward_or_floor(0.0) or 0.0
         if self.weights and outcome.reward is not None:
             reward = weighted_sum(outcome, self.weights)
-        by_turn = [*outcome.turn_rewards.values()] if self.turns else []
-        named = [v for rewards in outcome.named_turn_rewards.values() for v in rewards.values()]
-        return (reward, *by_turn, *(named if self.turns else ()))
+        if not self.turns:
+            return (reward,)
+        named = [value for rewards in outcome.named_turn_rewards.values() for value in rewards.values()]
+        return (reward, *outcome.turn_rewards.values(), *named)
 
 
 # --- order and staleness -------------------------------------------------------------------------
@@ -129,9 +133,11 @@ class Schedule(Struct, frozen=True):
             )
 
     def epoch(self, position: int) -> int:
+        """Epoch of a position, from 0."""
         return position // len(self.tasks)
 
     def group_spec(self, position: int) -> GroupSpec:
+        """Group at a position, from 0, in the order of all epochs."""
         epoch, index = divmod(position, len(self.tasks))
         seed = f"{self.seed}/{epoch}" if self.shuffle else None
         task = self.tasks[_order(len(self.tasks), seed)[index]]
@@ -151,8 +157,9 @@ class Schedule(Struct, frozen=True):
 
 
 @lru_cache(maxsize=8)
-def _order(number: int, seed: str | None) -> list[int]:
-    order = list(range(number))
+def _order(count: int, seed: str | None) -> list[int]:
+    """Indices of `count` tasks in the order of a seed; None keeps their order."""
+    order = list(range(count))
     if seed is not None:
         random.Random(seed).shuffle(order)
     return order
@@ -197,6 +204,7 @@ class StalenessWindow(Struct, frozen=True, kw_only=True):
 
     @property
     def steps(self) -> int:
+        """Number of steps of the whole run."""
         return -(-self.groups // self.batch)
 
     def admits(self, position: int, published_step: int) -> bool:
@@ -220,11 +228,12 @@ class StalenessWindow(Struct, frozen=True, kw_only=True):
         """Whether later steps can take all other groups before they exceed the bound."""
         taken = {group.id for group in chosen}
         others = [group for group in pending if group.id not in taken]
+        # Groups by the last step that may take them.
         due = Counter(max(group.begun_after_step + self.staleness + 1, step) for group in others)
-        left = 0
+        due_groups = 0
         for last_step in sorted(due):
-            left += due[last_step]
-            if left > (last_step - step) * self.batch:
+            due_groups += due[last_step]
+            if due_groups > (last_step - step) * self.batch:
                 return False
         return True
 
@@ -269,44 +278,45 @@ class GroupRunner:
         """
         running = {rollout.id: self._rollout_runner.start(rollout) for rollout in self._rollouts(spec)}
         baseline = self._baseline(spec)
-        greedy_task = self._rollout_runner.start(baseline) if baseline else None
-        return self._complete(spec, running, baseline, greedy_task)
+        baseline_task = self._rollout_runner.start(baseline) if baseline else None
+        return self._complete(spec, running, baseline_task)
 
     async def _complete(
         self,
         spec: GroupSpec,
         running: dict[str, asyncio.Task[RolloutSummary]],
-        baseline: Rollout | None,
-        greedy_task: asyncio.Task[RolloutSummary] | None,
+        baseline_task: asyncio.Task[RolloutSummary] | None,
     ) -> CompletedGroup:
+        """Wait for the rollouts of a group, get their rewards, and decide whether it can be trained."""
         train = spec.split is Split.TRAIN
         await (self._until_enough(running) if train else asyncio.wait(running.values()))
-        if greedy_task:
-            await asyncio.wait([greedy_task])
+        if baseline_task:
+            await asyncio.wait([baseline_task])
         outcomes = [task.result().outcome for task in running.values()]
         if self._rewards is not None:
             outcomes = await self._rewards.reward(spec.id, tuple(running))
         drop_reason = too_few_rewards(outcomes, self._config.quorum if train else 1)
-        if greedy_task:
-            drop_reason = drop_reason or baseline_drop_reason(greedy_task.result())
-        if greedy_task:
-            outcomes.append(greedy_task.result().outcome)
+        baseline = baseline_task.result() if baseline_task else None
+        if baseline:
+            drop_reason = drop_reason or baseline_drop_reason(baseline)
+            outcomes.append(baseline.outcome)
         return CompletedGroup(
-            spec,
-            tuple(running),
-            baseline.id if baseline else None,
-            drop_reason,
-            tuple(outcomes),
-            sum(task.result().tokens for task in running.values()),
+            spec=spec,
+            rollout_ids=tuple(running),
+            baseline=baseline.outcome.rollout_id if baseline else None,
+            drop_reason=drop_reason,
+            outcomes=tuple(outcomes),
+            tokens=sum(task.result().tokens for task in running.values()),
         )
 
     def rollout_ids(self, spec: GroupSpec) -> list[str]:
+        """Ids of a group's rollouts, without the baseline."""
         return [rollout.id for rollout in self._rollouts(spec)]
 
     def _rollouts(self, spec: GroupSpec) -> list[Rollout]:
         train = spec.split is Split.TRAIN
-        number = self._config.rollouts + self._config.extra if train else self._config.val_rollouts
-        return [self._rollout(spec, f"r{k}", spec.sampling) for k in range(number)]
+        count = self._config.rollouts + self._config.extra if train else self._config.val_rollouts
+        return [self._rollout(spec, f"r{k}", spec.sampling) for k in range(count)]
 
     def _baseline(self, spec: GroupSpec) -> Rollout | None:
         if not self._config.baseline or spec.split is not Split.TRAIN:
@@ -338,7 +348,7 @@ class GroupRunner:
             if pending and (enough or (cut_at is not None and loop.time() >= cut_at)):
                 for rollout_id, task in running.items():
                     if task in pending:
-                        self._rollout_runner.cancel(rollout_id, CUT)
+                        self._rollout_runner.cancel(rollout_id, STRAGGLER_MESSAGE)
                 await asyncio.wait(pending)
                 return
 
@@ -370,6 +380,7 @@ def read_group(rollout_store: RolloutStore, completed: CompletedGroup) -> Group:
 
 
 def _has_reward(task: asyncio.Task[RolloutSummary]) -> bool:
+    """Whether a rollout has ended with a reward, or with one that its caller will give."""
     if not task.done() or task.cancelled() or task.exception():
         return False
     outcome = task.result().outcome
@@ -408,7 +419,14 @@ def validation_specs(exp_id: str, step: int, tasks: Iterable[Task], sampling: Sa
 
 
 class GroupScheduler:
-    """Collector of a training run: runs groups and writes them to run state and rollout store."""
+    """Collector of a training run: runs groups and writes them to run state and rollout store.
+
+    - `window`: decides when a group may start.
+    - `schedule`: order of the tasks.
+    - `group_runner`: runs the rollouts of a group.
+    - `validation`: validation to run every few steps; None runs none.
+    - `dynamic_sampling`: replaces groups with equal rewards; None keeps them.
+    """
 
     def __init__(
         self,
@@ -421,13 +439,13 @@ class GroupScheduler:
         validation: Validation | None = None,
         dynamic_sampling: DynamicSampling | None = None,
     ) -> None:
-        self._dynamic_sampling = dynamic_sampling
         self._window = window
         self._schedule = schedule
         self._group_runner = group_runner
         self._run_state = run_state
         self._rollout_store = rollout_store
         self._validation = validation
+        self._dynamic_sampling = dynamic_sampling
 
     async def run(self) -> None:
         """Run until every group and the validation after the last step have ended."""
@@ -446,7 +464,7 @@ class GroupScheduler:
             raise root_cause(errors) from errors
 
     def _positions(self) -> Iterable[int]:
-        """Positions of groups that an earlier process began and did not complete, then of new ones."""
+        """Positions to run: groups that an earlier process began and did not complete, then new ones."""
         unfinished = [
             group.position
             for group in self._run_state.pending_groups()
@@ -465,6 +483,7 @@ class GroupScheduler:
         return all(map(self._rollout_store.holds, (*rollout_ids, *([baseline] if baseline else []))))
 
     async def _wait_for_turn(self, position: int) -> None:
+        """Wait until a concurrency slot is free and the window admits the group."""
         pause = poll_pause()
         while not (
             self._group_runner.has_room and self._window.admits(position, await self._published_step())
@@ -472,13 +491,16 @@ class GroupScheduler:
             await pause.sleep()
 
     async def _published_step(self) -> int:
+        """Last step whose weights are served; 0 before the first."""
         return await asyncio.to_thread(lambda: self._run_state.published_step)
 
     def _spec(self, position: int) -> GroupSpec:
-        number, _ = self._run_state.refilled([position])
-        return self._schedule.refill(position, number) if number else self._schedule.group_spec(position)
+        """Group that takes this position now: the scheduled one, or its last replacement."""
+        refills, _ = self._run_state.refilled([position])
+        return self._schedule.refill(position, refills) if refills else self._schedule.group_spec(position)
 
     async def _run_group(self, position: int, spec: GroupSpec) -> None:
+        """Run a group and its replacements, and record the last one as completed."""
         completed = await self._group_runner.start_group(spec)
         while (replacement := await asyncio.to_thread(self._refill, position, completed)) is not None:
             spec = replacement
@@ -494,12 +516,12 @@ class GroupScheduler:
     def _refill(self, position: int, completed: CompletedGroup) -> GroupSpec | None:
         """Replace a group with equal rewards; returns the group that takes its position, or None."""
         rule = self._dynamic_sampling
-        number, _ = self._run_state.refilled([position])
-        if rule is None or number >= rule.max_refills or not rule.replaces(completed):
+        refills, _ = self._run_state.refilled([position])
+        if rule is None or refills >= rule.max_refills or not rule.replaces(completed):
             return None
         ids = [*completed.rollout_ids, *([completed.baseline] if completed.baseline else [])]
         tokens = completed.tokens + self._run_state.wasted_tokens(ids)
-        replacement = self._schedule.refill(position, number + 1)
+        replacement = self._schedule.refill(position, refills + 1)
         self._run_state.refill_group(
             completed.spec.id, replacement.id, self._run_state.published_step, tokens
         )
@@ -511,6 +533,7 @@ class GroupScheduler:
         return replacement
 
     async def _validate(self, validation: Validation) -> None:
+        """Run each validation once its step is published."""
         steps = self._window.steps
         due = [0] if validation.once else sorted({*range(0, steps, validation.every), steps})
         for step in due:

@@ -34,22 +34,26 @@ from afield.wire import Invocation
 log = logging.getLogger(__name__)
 
 GATEWAY_SLACK_S = 3_600.0
-OPEN_GRACE_S = 30.0  # seconds that a sent `open` has to finish after its attempt was cancelled
+"""Seconds by which a session outlives its attempt's deadline in the gateway."""
+OPEN_GRACE_S = 30.0
+"""Seconds that a sent `open` has to finish after its attempt was cancelled."""
 T = TypeVar("T")
 Payload = Callable[[RunningAttempt], Awaitable[dict[str, Any]]]
+"""Builds the payload of an attempt."""
 
 
-class _Refused:
-    """Rate-limit refusals of one attempt: time of the first one and the last message."""
+class _Refusals:
+    """Rate-limit refusals of one launch."""
 
     def __init__(self) -> None:
         self.since = math.inf
-        self.last = ""
+        """Time of the first refusal; infinity before."""
+        self.message = ""
+        """Message of the last refusal."""
 
-    def note(self, error: RateLimited, others: set[_Refused]) -> None:
+    def add(self, error: RateLimited) -> None:
         self.since = min(self.since, loop_time())
-        self.last = describe_error(error)
-        others.add(self)
+        self.message = describe_error(error)
 
 
 class Launcher:
@@ -65,20 +69,22 @@ class Launcher:
         limiter: Limiter,
         gateway_calls: Availability,
     ) -> None:
-        self.config = self._config = config
-        self.gateway = self._gateway = gateway
-        self.runtime = self._runtime = runtime
-        self.gateway_calls = self._gateway_calls = gateway_calls
+        self.config = config
+        self.gateway = gateway
+        self.runtime = runtime
+        self.gateway_calls = gateway_calls
         self._transport = transport
         self._limiter = limiter
-        self._launched = -math.inf  # time of the last launch that succeeded
-        self._refused: set[_Refused] = set()  # attempts that the runtime refuses now
+        self._launched_at = -math.inf
+        """Time of the last launch that succeeded."""
+        self._refused: set[_Refusals] = set()
+        """Refusals of all launches that the runtime refuses now."""
 
     async def launch(self, running: RunningAttempt, payload: Payload | None = None) -> Failure | None:
         """Launch an attempt; returns None once the agent has its payload, else the failure."""
-        queue_timeout_s = self._config.deadlines.queue_timeout_s
+        queue_timeout_s = self.config.deadlines.queue_timeout_s
         end = None if queue_timeout_s is None else loop_time() + queue_timeout_s
-        refused = _Refused()
+        refusals = _Refusals()
         try:
             while running.abandon_failure is None:
                 left = None if end is None else end - loop_time()
@@ -86,41 +92,44 @@ class Launcher:
                     queueing.reschedule(None)
                     try:
                         failure = await self._start(running, payload or self._payload)
-                        self._launched = self._launched if failure else loop_time()
-                        return failure
                     except RateLimited as error:
                         self._limiter.slow_down(error.retry_after_s)
-                        refused.note(error, self._refused)
-                        running.throttle_message = refused.last
+                        refusals.add(error)
+                        self._refused.add(refusals)
+                        running.throttle_message = refusals.message
+                    else:
+                        if failure is None:
+                            self._launched_at = loop_time()
+                        return failure
                 if end is not None and loop_time() >= end:
                     raise TimeoutError
-                if failure := self._refused_alone(refused):
+                if failure := self._refused_alone(refusals):
                     return failure
             return running.abandon_failure
         except TimeoutError:
-            late = (
+            message = (
                 f"it was not launched within {queue_timeout_s} s;"
                 " raise queue_timeout_s, or the rate of launches"
             )
-            return running.abandon_failure or infrastructure_failure(late, Reason.LAUNCH)
+            return running.abandon_failure or infrastructure_failure(message, Reason.LAUNCH)
         finally:
-            self._refused.discard(refused)
+            self._refused.discard(refusals)
 
-    def _refused_alone(self, refused: _Refused) -> Failure | None:
+    def _refused_alone(self, refusals: _Refusals) -> Failure | None:
         """Return the failure of an attempt that the runtime refuses while it accepts others."""
-        since_s = loop_time() - refused.since
-        if since_s <= self._config.unavailable_timeout_s:
+        refused_s = loop_time() - refusals.since
+        if refused_s <= self.config.unavailable_timeout_s:
             return None
-        if self._launched <= refused.since and len(self._refused) > 1:
+        if self._launched_at <= refusals.since and len(self._refused) > 1:
             return None  # the runtime refuses all attempts
         return infrastructure_failure(
-            f"the runtime refused to launch it for {since_s:.0f} s: {refused.last}", Reason.LAUNCH
+            f"the runtime refused to launch it for {refused_s:.0f} s: {refusals.message}", Reason.LAUNCH
         )
 
-    async def _start(self, running: RunningAttempt, make: Payload) -> Failure | None:
+    async def _start(self, running: RunningAttempt, build_payload: Payload) -> Failure | None:
         """Open the session and launch. Raises RateLimited and Outage; other errors become the failure."""
         try:
-            payload = await make(running)
+            payload = await build_payload(running)
         except Outage:
             raise
         except WireError as error:
@@ -131,12 +140,12 @@ class Launcher:
             )
         if running.abandon_failure:
             return running.abandon_failure
-        launch_timeout_s = self._config.deadlines.launch_timeout_s
+        launch_timeout_s = self.config.deadlines.launch_timeout_s
         running.launch_requested = True
         limit: asyncio.Timeout | None = None
         try:
             async with running.bounded(launch_timeout_s) as limit:
-                await self._runtime.launch(running.runtime_attempt, payload)
+                await self.runtime.launch(running.runtime_attempt, payload)
         except (RateLimited, Outage):
             raise
         except Exception as error:
@@ -144,18 +153,20 @@ class Launcher:
                 return running.abandon_failure or failure_from_error(
                     error, "it was not launched", Reason.LAUNCH
                 )
-            late = (
+            message = (
                 f"the agent had not taken its payload after {launch_timeout_s:g} s;"
                 " raise launch_timeout_s if it may"
             )
-            return infrastructure_failure(late, Reason.TIMEOUT)
+            return infrastructure_failure(message, Reason.TIMEOUT)
         running.progress.launched_at = loop_time()
         return None
 
     async def _payload(self, running: RunningAttempt) -> dict[str, Any]:
-        role, task = "judged" if self._config.separate_verifier else "agent", running.pending.rollout.task
-        if isinstance(self._runtime, TaskPreparer):
-            await self._runtime.prepare(task)
+        """Payload of an agent."""
+        role = "judged" if self.config.separate_verifier else "agent"
+        task = running.pending.rollout.task
+        if isinstance(self.runtime, TaskPreparer):
+            await self.runtime.prepare(task)
         return wire.build_payload(task, await self.invocation(running, role))
 
     async def invocation(self, running: RunningAttempt, role: str) -> Invocation:
@@ -166,26 +177,26 @@ class Launcher:
         rollout = running.pending.rollout
         # The gateway may serve a sent request after the abort that follows a cancellation, and would leave
         # the session open. So a request in flight is awaited.
-        grace_s = min(OPEN_GRACE_S, self._config.call_timeout_s)
-        ticket = await self._gateway_calls.call(
-            "open", lambda: shield_and_wait(self._gateway.open(self._spec(running)), grace_s)
+        grace_s = min(OPEN_GRACE_S, self.config.call_timeout_s)
+        credentials = await self.gateway_calls.call(
+            "open", lambda: shield_and_wait(self.gateway.open(self._spec(running)), grace_s)
         )
-        where = self._transport.address(rollout.exp_id)
-        if self._config.deliver == "gateway":
-            where = {"outcome_url": f"{ticket.base_url}/outcome"}
+        delivery = self._transport.address(rollout.exp_id)
+        if self.config.deliver == "gateway":
+            delivery = {"outcome_url": f"{credentials.base_url}/outcome"}
         return wire.invocation_for(
             rollout,
             running.runtime_attempt,
-            base_url=ticket.base_url,
-            api_key=(ticket.verifier_key or "") if role == "verifier" else ticket.api_key,
-            model_id=self._config.model_id,
-            sampling=rollout.sampling or self._config.sampling,
+            base_url=credentials.base_url,
+            api_key=(credentials.verifier_key or "") if role == "verifier" else credentials.api_key,
+            model_id=self.config.model_id,
+            sampling=rollout.sampling or self.config.sampling,
             seed=int.from_bytes(blake2b(running.draw.encode(), digest_size=4).digest()),
-            args=dict(self._config.agent_args),
+            args=dict(self.config.agent_args),
             traceparent=self._traceparent(running.pending.attempt),
             role=role,
-            reward_from=self._config.reward_from,
-            **where,
+            reward_from=self.config.reward_from,
+            **delivery,
         )
 
     def _spec(self, running: RunningAttempt) -> SessionSpec:
@@ -199,18 +210,18 @@ class Launcher:
             input_id=rollout.task.id,
             draw=draw if draw != attempt.session_id else None,
             split=rollout.split,
-            reward_from="verifier" if self._config.separate_verifier else self._config.reward_from,
-            verdicts=self._config.max_verdicts,
-            sampling=rollout.sampling or self._config.sampling,
-            budget=self._config.budget,
-            **policies_of(self._config),
-            ttl_s=self._config.deadlines.attempt_timeout_s + GATEWAY_SLACK_S,
+            reward_from="verifier" if self.config.separate_verifier else self.config.reward_from,
+            verdicts=self.config.max_verdicts,
+            sampling=rollout.sampling or self.config.sampling,
+            budget=self.config.budget,
+            **policies_of(self.config),
+            ttl_s=self.config.deadlines.attempt_timeout_s + GATEWAY_SLACK_S,
             metadata={"traceparent": parent} if (parent := self._traceparent(attempt)) else {},
         )
 
     def _traceparent(self, attempt: Attempt) -> str:
         """Trace context of an attempt; empty without traces."""
-        seed = self._config.trace_seed
+        seed = self.config.trace_seed
         return attempt_ids(seed, attempt.rollout_id, attempt.session_id).traceparent if seed else ""
 
     async def stop(self, attempt: Attempt) -> None:
@@ -218,7 +229,7 @@ class Launcher:
         try:
             await self._stop(attempt)
         except TimeoutError:
-            teardown_timeout_s = self._config.deadlines.teardown_timeout_s
+            teardown_timeout_s = self.config.deadlines.teardown_timeout_s
             log.warning(
                 "attempt %s: not stopped within teardown_timeout_s=%g", attempt.session_id, teardown_timeout_s
             )
@@ -226,12 +237,12 @@ class Launcher:
             log.warning("attempt %s: not stopped: %s", attempt.session_id, describe_error(error))
 
     async def _stop(self, attempt: Attempt) -> None:
-        """Stop with retries; the deadline excludes the wait for the rate limiter."""
-        end = loop_time() + self._config.unavailable_timeout_s
+        """Stop with retries while rate-limited; `teardown_timeout_s` excludes the wait for the limiter."""
+        end = loop_time() + self.config.unavailable_timeout_s
         while True:
-            async with self._limiter.call_slot(), asyncio.timeout(self._config.deadlines.teardown_timeout_s):
+            async with self._limiter.call_slot(), asyncio.timeout(self.config.deadlines.teardown_timeout_s):
                 try:
-                    return await self._runtime.stop(attempt)
+                    return await self.runtime.stop(attempt)
                 except RateLimited as error:
                     self._limiter.slow_down(error.retry_after_s, stop=True)
                     if loop_time() > end:

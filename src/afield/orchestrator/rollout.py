@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Self, TypeVar
 
 from msgspec import structs
@@ -33,7 +33,7 @@ from afield.orchestrator.availability import (
     retry_unavailable,
 )
 from afield.orchestrator.config import RolloutConfig, RolloutObserver
-from afield.orchestrator.state import RolloutStore, RolloutSummary, RunState
+from afield.orchestrator.state import AttemptRecord, RolloutStore, RolloutSummary, RunState
 from afield.ratelimit import Limiter
 from afield.types import (
     Attempt,
@@ -83,7 +83,9 @@ class RolloutRunner:
         )
         self._slots = asyncio.Semaphore(config.concurrency)
         self._runs: dict[str, asyncio.Task[RolloutSummary]] = {}
+        """Tasks of unfinished rollouts, by id."""
         self._queued: dict[str, asyncio.Timeout] = {}
+        """Timeouts of rollouts that wait for a slot, by id; `cancel` expires them."""
 
     async def __aenter__(self) -> Self:
         self._tasks = await asyncio.TaskGroup().__aenter__()
@@ -159,9 +161,7 @@ class RolloutRunner:
                 if entered:
                     self._slots.release()
         finally:
-            self._attempt_runner.cancelled.pop(rollout.id, None)
-            self._attempt_runner.times.pop(rollout.id, None)
-            self._attempt_runner.returned.pop(rollout.id, None)
+            self._attempt_runner.forget(rollout.id)
 
     async def _finished_before(self, rollout: Rollout) -> RolloutSummary | None:
         """Return the summary of a rollout that ended before; None if it has to run.
@@ -173,9 +173,8 @@ class RolloutRunner:
             return summary
         outcome, record = await self._finalize(rollout, summary.outcome)
         if outcome is not summary.outcome:
-            await asyncio.to_thread(
-                self._run_state.forget_rollout, rollout.id
-            )  # its record is lost, so it runs again
+            # Its record is lost, so it runs again.
+            await asyncio.to_thread(self._run_state.forget_rollout, rollout.id)
             return None
         return await self._retry_unavailable(lambda: self._store(rollout, outcome, record, summary.attempts))
 
@@ -202,35 +201,48 @@ class RolloutRunner:
     async def _run_attempts(self, rollout: Rollout, started_at: float) -> RolloutSummary:
         """Run attempts until one counts or the retry budget is used up."""
         records = await asyncio.to_thread(self._run_state.attempts, rollout.id)
-        n = len(records)
+        attempts = len(records)
         records = records[await asyncio.to_thread(self._run_state.retried_attempts, rollout.id) :]
-        failures = Counter(t.failure.kind for t in records if t.failure)
-        if records:  # an earlier process started it
-            began = records[0].started_at
-            self._attempt_runner.times[rollout.id].update(submitted=began, started=began)
-        undecided = records[-1] if records and records[-1].failure is None else None
-        outcome = await self._attempt_runner.resume(rollout, undecided, started_at) if undecided else None
+        failures = Counter(record.failure.kind for record in records if record.failure)
+        outcome = await self._resume_last(rollout, records, started_at)
         while True:
             if outcome is None:
-                n += 1
-                outcome = await self._attempt_runner.run(rollout, Attempt(rollout.id, n), started_at)
+                attempts += 1
+                outcome = await self._attempt_runner.run(rollout, Attempt(rollout.id, attempts), started_at)
             if outcome.failure is not None:
                 await self._check_supported(rollout, outcome)
             if not self._may_retry(rollout, outcome, failures, started_at):
-                kept, record = await self._finalize(rollout, outcome)
-                again = kept is not outcome and self._may_retry(
-                    rollout, kept, failures, started_at, graded=False
-                )
-                if not again:
-                    return await self._end(rollout, kept, record, n)
-                outcome = kept
-            assert outcome.failure is not None
-            failures[outcome.failure.kind] += 1
-            self._observer.attempt_ended(rollout, outcome, True)
-            attempt = Attempt(rollout.id, outcome.attempt)
-            sampled = await self._attempt_runner.sampled_tokens(attempt)
-            await asyncio.to_thread(self._run_state.fail_attempt, attempt, outcome.failure, sampled)
+                final, record = await self._finalize(rollout, outcome)
+                # `_finalize` turns an unusable reward into a failure, which may be retried as well.
+                if final is outcome or not self._may_retry(
+                    rollout, final, failures, started_at, graded=False
+                ):
+                    return await self._end(rollout, final, record, attempts)
+                outcome = final
+            await self._record_retried(rollout, outcome, failures)
             outcome = None
+
+    async def _resume_last(
+        self, rollout: Rollout, records: Sequence[AttemptRecord], started_at: float
+    ) -> Outcome | None:
+        """Take over the last attempt of an earlier process; None if there is none without a failure."""
+        if not records:
+            return None
+        began = records[0].started_at
+        self._attempt_runner.times[rollout.id].update(submitted=began, started=began)
+        last = records[-1]
+        return await self._attempt_runner.resume(rollout, last, started_at) if last.failure is None else None
+
+    async def _record_retried(
+        self, rollout: Rollout, outcome: Outcome, failures: Counter[FailureKind]
+    ) -> None:
+        """Record the failure of an attempt that is retried, in the run state and in `failures`."""
+        assert outcome.failure is not None
+        failures[outcome.failure.kind] += 1
+        self._observer.attempt_ended(rollout, outcome, True)
+        attempt = Attempt(rollout.id, outcome.attempt)
+        sampled = await self._attempt_runner.sampled_tokens(attempt)
+        await asyncio.to_thread(self._run_state.fail_attempt, attempt, outcome.failure, sampled)
 
     async def _check_supported(self, rollout: Rollout, outcome: Outcome) -> None:
         """End the run if the gateway reports that the model cannot serve this agent for any task."""
@@ -249,9 +261,9 @@ class RolloutRunner:
         *,
         graded: bool = True,
     ) -> bool:
-        """Whether a failed attempt is retried; `failures` are those of the attempts before it.
+        """Whether a failed attempt is retried; `failures` counts those of the attempts before it.
 
-        `VerifierRunner` retries verifiers itself.
+        `graded` means that the outcome is the verifier's own: `VerifierRunner` has retried its failure.
         """
         if rollout.id in self._attempt_runner.cancelled:
             return False
@@ -267,8 +279,11 @@ class RolloutRunner:
         kind = outcome.failure.kind
         return failures[kind] < self._config.retries.get(kind, 0)
 
-    async def _end(self, rollout: Rollout, outcome: Outcome, record: SessionRecord, n: int) -> RolloutSummary:
-        summary = await self._retry_unavailable(lambda: self._store(rollout, outcome, record, n))
+    async def _end(
+        self, rollout: Rollout, outcome: Outcome, record: SessionRecord, attempts: int
+    ) -> RolloutSummary:
+        """Store the result of a rollout and record that it has finished."""
+        summary = await self._retry_unavailable(lambda: self._store(rollout, outcome, record, attempts))
         await asyncio.to_thread(self._run_state.finish_rollout, rollout.id, summary)
         self._observer.attempt_ended(rollout, summary.outcome, False)
         return summary
@@ -276,9 +291,10 @@ class RolloutRunner:
     async def _fail_unexpected(self, rollout: Rollout, error: Exception) -> RolloutSummary:
         """End one rollout with an unexpected error as its failure."""
         log.error("rollout %s: unexpected error: %s", rollout.id, describe_error(error), exc_info=error)
-        n = max(1, len(await asyncio.to_thread(self._run_state.attempts, rollout.id)))
-        outcome = wire.failed(rollout.id, n, failure_from_error(error, "the rollout failed unexpectedly"))
-        return await self._end(rollout, outcome, SessionRecord(trajectories=(), excluded=()), n)
+        attempts = max(1, len(await asyncio.to_thread(self._run_state.attempts, rollout.id)))
+        failure = failure_from_error(error, "the rollout failed unexpectedly")
+        outcome = wire.failed(rollout.id, attempts, failure)
+        return await self._end(rollout, outcome, SessionRecord(trajectories=(), excluded=()), attempts)
 
     async def _finalize(self, rollout: Rollout, outcome: Outcome) -> tuple[Outcome, SessionRecord]:
         """Finalize the session; a reward becomes a failure if its record is lost or unusable."""
@@ -314,32 +330,39 @@ class RolloutRunner:
         return wire.failed(outcome.rollout_id, outcome.attempt, failure)
 
     async def _store(
-        self, rollout: Rollout, outcome: Outcome, record: SessionRecord, n: int
+        self, rollout: Rollout, outcome: Outcome, record: SessionRecord, attempts: int
     ) -> RolloutSummary:
         """Write the result to the rollout store and return its summary."""
         times = RolloutTimes(**self._attempt_runner.times[rollout.id], ended=time.time())
-        extra = self._attempt_runner.returned.get(rollout.id, {})
+        returned, left_out = await self._returned_values(rollout.id)
+        result = structs.replace(
+            rollout_result(rollout, outcome, record, attempts, times),
+            returned=returned,
+            returned_left_out=left_out,
+        )
+        await asyncio.to_thread(self._rollout_store.put, result)
+        self._observer.rollout_finished(result)
+        spans = [span for trajectory in result.trajectories for span in trajectory.versions]
+        return RolloutSummary(
+            outcome,
+            attempts,
+            tokens=sum(trajectory.owned for trajectory in result.trajectories),
+            min_version=min((span.low for span in spans), default=None),
+            max_version=max((span.high for span in spans), default=None),
+        )
+
+    async def _returned_values(self, rollout_id: str) -> tuple[dict[str, Any], dict[str, int]]:
+        """Return the further values that the agent returned, and the sizes of those that are too large."""
+        extra = self._attempt_runner.returned.get(rollout_id, {})
         returned, left_out = await asyncio.to_thread(wire.bounded, extra) if extra else ({}, {})
         if left_out:
             sizes = ", ".join(f"{name} {size} bytes" for name, size in left_out.items())
             limit = wire.MAX_RETURNED_BYTES
-            log.warning("rollout %s: returned values beyond %d bytes: %s", rollout.id, limit, sizes)
-        finished = structs.replace(
-            rollout_result(rollout, outcome, record, n, times), returned=returned, returned_left_out=left_out
-        )
-        await asyncio.to_thread(self._rollout_store.put, finished)
-        self._observer.rollout_finished(finished)
-        spans = [span for trajectory in finished.trajectories for span in trajectory.versions]
-        return RolloutSummary(
-            outcome,
-            n,
-            sum(t.owned for t in finished.trajectories),
-            min((s.low for s in spans), default=None),
-            max((s.high for s in spans), default=None),
-        )
+            log.warning("rollout %s: returned values beyond %d bytes: %s", rollout_id, limit, sizes)
+        return returned, left_out
 
-    async def _retry_unavailable(self, ask: Callable[[], Awaitable[T]]) -> T:
-        return await retry_unavailable(ask, self._config.unavailable_timeout_s)
+    async def _retry_unavailable(self, call: Callable[[], Awaitable[T]]) -> T:
+        return await retry_unavailable(call, self._config.unavailable_timeout_s)
 
 
 async def raise_in_task(error: Exception) -> None:

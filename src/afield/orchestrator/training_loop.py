@@ -147,32 +147,41 @@ class StepBatch(Struct, frozen=True):
 
     @property
     def usable(self) -> list[Group]:
+        """Groups that were not dropped."""
         return [group for group in self.groups if group.id not in self.dropped]
 
     @property
     def finished(self) -> list[RolloutResult]:
-        return [f for group in self.groups for f in group.finished]
+        """Rollouts of all groups, without baselines."""
+        return [result for group in self.groups for result in group.finished]
+
+    @property
+    def trained(self) -> list[RolloutResult]:
+        """Rollouts of usable groups that count with a reward."""
+        results = [result for group in self.usable for result in group.finished]
+        return [result for result in results if result.outcome.reward_or_floor(0.0) is not None]
 
 
 class UnfinishedCheckpoint(NamedTuple):
-    """Checkpoint whose files are being written."""
+    """Checkpoint that the trainer writes while the next step trains."""
 
     state: StepState
     """State of the run after its step."""
     partial: Path
     """Temporary directory."""
-    final: Path
-    """Directory after it is complete."""
     wait: Callable[[], None]
     """Waits until the trainer has written its files."""
 
 
-def _nothing() -> None:
-    pass
-
-
 class TrainingLoop:
-    """Trains a policy on completed groups. `run_blocking` runs trainer steps off the event loop."""
+    """Trains a policy on completed groups.
+
+    - `window`: decides which completed groups make a step.
+    - `epoch_of`: epoch of a group, by its position in the schedule.
+    - `on_step`: called with the metrics of each step, after its weights are served.
+    - `on_publish`: called with each version that the gateway serves, and the seconds that it took to load it.
+    - `run_blocking`: runs trainer steps off the event loop.
+    """
 
     def __init__(
         self,
@@ -201,7 +210,9 @@ class TrainingLoop:
         self._on_publish = on_publish
         self._run_blocking = run_blocking
         self._version = 0
-        self._last_rollouts = 0  # last step whose rollouts were put back into the store
+        """Policy version that was published last."""
+        self._last_restored_step = 0
+        """Last step whose rollouts were put back into the store; 0 without one."""
         self._unfinished: UnfinishedCheckpoint | None = None
 
     async def run(self) -> None:
@@ -211,7 +222,7 @@ class TrainingLoop:
         steps_without_reward = 0
         for step in range(state.step + 1, self._window.steps + 1):
             batch = await self._step(step)
-            rewarded = any(f.outcome.reward_or_floor(0.0) is not None for f in batch.finished)
+            rewarded = any(result.outcome.reward_or_floor(0.0) is not None for result in batch.finished)
             steps_without_reward = 0 if rewarded else steps_without_reward + 1
             if steps_without_reward == MAX_STEPS_WITHOUT_REWARD:
                 failure = most_common_failure(batch.finished)
@@ -230,7 +241,8 @@ class TrainingLoop:
         await self._publish(state.step, await asyncio.to_thread(self._version_of, state.step))
 
     @asynccontextmanager
-    async def _bounded(self, what: str) -> AsyncIterator[None]:
+    async def _bounded(self, request: str) -> AsyncIterator[None]:
+        """Limit a request of the gateway to `publish_timeout_s`; then raises Unavailable."""
         limit = asyncio.timeout(self._config.publish_timeout_s)
         try:
             async with limit:
@@ -238,25 +250,28 @@ class TrainingLoop:
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            message = f"the gateway did not {what} within {self._config.publish_timeout_s:g} s"
+            message = f"the gateway did not {request} within {self._config.publish_timeout_s:g} s"
             raise Unavailable(f"{message}; start it again, then resume the run with --resume") from error
 
     def _choose_base_version(self, state: StepState, served: int) -> None:
+        """Set the version of step 0 so that the next version is above all that the gateway has served."""
         if self._run_state.base_version is None:
             self._run_state.base_version = served + 1 if served else 0
         elif served > self._version_of(state.step):
             log.warning("the gateway has served version %d since; versions go on from there", served)
             before = self._run_state.base_version
             base = served + 1 - (0 if self._config.frozen else state.step)
-            latest = before + max(self._last_rollouts, self._run_state.published_step)
+            latest = before + max(self._last_restored_step, self._run_state.published_step)
             if served <= latest:  # this run's own versions, of steps that are trained again
                 self._run_state.add_renumbering(served, base - before)
             self._run_state.base_version = base
 
     def _version_of(self, step: int) -> int:
+        """Policy version after a step."""
         return (self._run_state.base_version or 0) + (0 if self._config.frozen else step)
 
     def _restore(self) -> StepState:
+        """Load the newest intact checkpoint and bring run directory, run state and store in line with it."""
         while (state := self._run.last_state()) is not None:
             try:
                 self._trainer.restore(self._run.checkpoint(state.step))
@@ -277,12 +292,13 @@ class TrainingLoop:
         """Put rollouts of steps whose checkpoint is lost back into the store, to train on them again."""
         for step in self._run.steps():
             if step > done:
-                self._last_rollouts = step
+                self._last_restored_step = step
                 for finished in self._run.read_rollouts(step):
                     if not self._rollout_store.holds(finished.rollout.id):
                         self._rollout_store.put(finished)
 
     async def _step(self, step: int) -> StepBatch:
+        """Collect, train, checkpoint and publish one step."""
         clock = asyncio.get_running_loop().time
         began = clock()
         batch = await asyncio.to_thread(self._read, await self._wait_for_groups(step))
@@ -290,7 +306,7 @@ class TrainingLoop:
         report = StepReport(rollouts=0, tokens=0)
         if batch.usable:
             report = await self._run_blocking(lambda: self._trainer.step(batch.usable))
-        line = step_metrics(
+        metrics = step_metrics(
             step=step,
             version=await asyncio.to_thread(self._version_of, step),
             batch=batch,
@@ -298,15 +314,16 @@ class TrainingLoop:
             seconds=(collected - began, clock() - collected),
         )
         try:
-            line = await asyncio.to_thread(self._checkpoint, line, batch, report)
+            metrics = await asyncio.to_thread(self._checkpoint, metrics, batch, report)
         except OSError as error:
             message = f"step {step} cannot be written to {self._run.path}: {error}"
             raise Unavailable(f"{message}; free disk space, then resume the run with --resume") from error
-        await self._publish(step, line.version)
-        self._on_step(line)
+        await self._publish(step, metrics.version)
+        self._on_step(metrics)
         return batch
 
     async def _wait_for_groups(self, step: int) -> list[PendingGroup]:
+        """Wait until the groups of this step are complete."""
         pause = poll_pause()
         while (
             chosen := self._window.choose(step, await asyncio.to_thread(self._run_state.pending_groups))
@@ -314,64 +331,54 @@ class TrainingLoop:
             await pause.sleep()
         return chosen
 
-    def _read(self, entries: Sequence[PendingGroup]) -> StepBatch:
+    def _read(self, chosen: Sequence[PendingGroup]) -> StepBatch:
+        """Load the groups of a step and drop those that cannot be trained."""
         renumberings = self._run_state.renumberings()
         groups: list[Group] = []
         dropped: dict[str, str] = {}
-        for entry in entries:
-            group = renumbered(self._group(entry), renumberings)
+        for pending in chosen:
+            group = renumbered(self._group(pending), renumberings)
             groups.append(group)
-            stale = staleness(group, self._version)
-            if entry.drop_reason:
-                dropped[group.id] = entry.drop_reason
-            elif stale > self._window.staleness and self._config.stale == "drop":
-                dropped[group.id] = f"sampled {stale} versions ago; the bound is {self._window.staleness}"
-        ids = [f.rollout.id for group in groups for f in all_results(group)]
-        refilled, tokens = self._run_state.refilled([entry.position for entry in entries])
-        return StepBatch(
-            groups,
-            dropped,
-            self._version,
-            self._run_state.wasted_tokens(ids) + wasted_tokens(groups, dropped) + tokens,
-            refilled,
-        )
+            age = staleness(group, self._version)
+            if pending.drop_reason:
+                dropped[group.id] = pending.drop_reason
+            elif age > self._window.staleness and self._config.stale == "drop":
+                dropped[group.id] = f"sampled {age} versions ago; the bound is {self._window.staleness}"
+        ids = [result.rollout.id for group in groups for result in all_results(group)]
+        refilled, refilled_tokens = self._run_state.refilled([pending.position for pending in chosen])
+        wasted = self._run_state.wasted_tokens(ids) + wasted_tokens(groups, dropped) + refilled_tokens
+        return StepBatch(groups, dropped, self._version, wasted, refilled)
 
-    def _group(self, entry: PendingGroup) -> Group:
-        members, baseline = self._run_state.group_members(entry.id)
+    def _group(self, pending: PendingGroup) -> Group:
+        """Load the rollouts of a group."""
+        members, baseline = self._run_state.group_members(pending.id)
         finished = tuple(map(self._rollout_store.get, members))
         rollout = finished[0].rollout
         return Group(
-            id=entry.id,
+            id=pending.id,
             task_id=rollout.task.id,
-            epoch=self._epoch_of(entry.position),
+            epoch=self._epoch_of(pending.position),
             split=rollout.split,
             finished=finished,
             baseline=self._rollout_store.get(baseline) if baseline else None,
         )
 
-    def _checkpoint(self, line: StepMetrics, batch: StepBatch, report: StepReport) -> StepMetrics:
+    def _checkpoint(self, metrics: StepMetrics, batch: StepBatch, report: StepReport) -> StepMetrics:
         """Write rollouts, weights and checkpoint; returns the metrics with those of the published weights.
 
         The checkpoint is written under a temporary name; its rename makes it count.
         """
-        step, version = line.step, line.version
+        step, version = metrics.step, metrics.version
         self._run.check_present()
         self._finish_checkpoint()
-        self._run.append_event("trained", value=step, seconds=line.train_s)
-        results = [f for group in batch.groups for f in all_results(group)]
-        advantages = report.advantages
-        self._run.write_rollouts(
-            step,
-            [structs.replace(f, advantage=advantages.get(f.rollout.id)) for f in results],
-            records=report.records,
-        )
-        carrying = [f for group in batch.usable for f in group.finished]
-        trained = tuple(f.rollout.id for f in carrying if f.outcome.reward_or_floor(0.0) is not None)
+        self._run.append_event("trained", value=step, seconds=metrics.train_s)
+        self._write_rollouts(step, batch, report)
         if not self._config.frozen:
             shutil.rmtree(self._run.weights(version), ignore_errors=True)  # left by a crash in this step
-            line = structs.replace(line, trainer={**line.trainer, **self._export(version)})
+            metrics = structs.replace(metrics, trainer={**metrics.trainer, **self._export(version)})
         groups = tuple(group.id for group in batch.groups)
-        state = StepState(step, version, trained, msgspec.to_builtins(line), groups)
+        trained = tuple(result.rollout.id for result in batch.trained)
+        state = StepState(step, version, trained, msgspec.to_builtins(metrics), groups)
         if step % self._config.checkpoint_every == 0 or step == self._window.steps:
             self._save(state)  # after the export: the checkpoint includes the published weights' state
         self._run_state.finish_step(step, groups, trained)
@@ -380,7 +387,17 @@ class TrainingLoop:
         config = self._config
         self._run.prune(keep_checkpoints=config.keep_checkpoints, keep_weights=config.keep_weights)
         self._prune_rollouts()
-        return line
+        return metrics
+
+    def _write_rollouts(self, step: int, batch: StepBatch, report: StepReport) -> None:
+        """Write all rollouts of a step, with their advantages and the trainer's records."""
+        advantages = report.advantages
+        results = [result for group in batch.groups for result in all_results(group)]
+        self._run.write_rollouts(
+            step,
+            [structs.replace(result, advantage=advantages.get(result.rollout.id)) for result in results],
+            records=report.records,
+        )
 
     def _save(self, state: StepState) -> None:
         """Write a checkpoint, or begin to."""
@@ -388,25 +405,27 @@ class TrainingLoop:
         partial = final.with_name(final.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        wait: Callable[[], None] = _nothing
         if self._config.async_checkpoints and isinstance(self._trainer, AsyncSaver):
-            wait = self._trainer.begin_save(partial)
+            self._unfinished = UnfinishedCheckpoint(state, partial, self._trainer.begin_save(partial))
         else:
             self._trainer.save(partial)
-        self._unfinished = UnfinishedCheckpoint(state, partial, final, wait)
-        if wait is _nothing:
-            self._finish_checkpoint()
+            self._complete_checkpoint(state, partial)
 
     def _finish_checkpoint(self) -> None:
-        """Give the checkpoint that is being written its final name, once it is complete."""
+        """Wait for the checkpoint that is being written, if there is one, and complete it."""
         if self._unfinished is None:
             return
         unfinished, self._unfinished = self._unfinished, None
         unfinished.wait()
-        (unfinished.partial / STEP_STATE_FILE).write_bytes(msgspec.json.encode(unfinished.state))
-        rename_whole(unfinished.partial, unfinished.final, durable=self._run.durable)
+        self._complete_checkpoint(unfinished.state, unfinished.partial)
+
+    def _complete_checkpoint(self, state: StepState, partial: Path) -> None:
+        """Give a checkpoint with all its files its final name, which makes it count."""
+        (partial / STEP_STATE_FILE).write_bytes(msgspec.json.encode(state))
+        rename_whole(partial, self._run.checkpoint(state.step), durable=self._run.durable)
 
     def _export(self, version: int) -> dict[str, float]:
+        """Write the weights for engines; returns metrics of their rounding."""
         path = self._run.weights(version)
         if isinstance(self._trainer, Publisher):
             return self._trainer.publish(path, version=version, dtype=self._config.engine_dtype)
@@ -414,6 +433,7 @@ class TrainingLoop:
         return {}
 
     def _prune_rollouts(self) -> None:
+        """Remove files of the oldest steps while rollouts/ exceeds `keep_rollouts_gb`."""
         config = self._config
         if config.keep_rollouts_gb is None:
             return
@@ -425,12 +445,14 @@ class TrainingLoop:
             log.warning(message, ", ".join(map(str, removed)), config.keep_rollouts_gb)
 
     def _remove_rollouts(self, group_ids: Sequence[str]) -> None:
+        """Remove the rollouts of trained groups from the store; rollouts/ has them."""
         for group_id in group_ids:
             members, baseline = self._run_state.group_members(group_id)
             for rollout_id in (*members, *([baseline] if baseline else [])):
                 self._rollout_store.remove(rollout_id)
 
     async def _publish(self, step: int, version: int) -> None:
+        """Have the gateway serve the weights of a step, and record when it does."""
         path = self._run.weights(version)
         if not path.exists():
             await asyncio.to_thread(self._export, version)
@@ -457,19 +479,21 @@ def renumbered(group: Group, renumberings: Sequence[tuple[int, int]]) -> Group:
     if not renumberings:
         return group
 
-    def now(version: int) -> int:
+    def present_number(version: int) -> int:
         return version + sum(shift for served, shift in renumberings if version <= served)
 
-    def moved(row: Trajectory) -> Trajectory:
-        spans = (structs.replace(s, low=now(s.low), high=now(s.high)) for s in row.versions)
-        return structs.replace(row, versions=tuple(spans))
+    def renumber(trajectory: Trajectory) -> Trajectory:
+        spans = tuple(
+            structs.replace(span, low=present_number(span.low), high=present_number(span.high))
+            for span in trajectory.versions
+        )
+        return structs.replace(trajectory, versions=spans)
 
-    return structs.replace(
-        group,
-        finished=tuple(
-            structs.replace(f, trajectories=tuple(map(moved, f.trajectories))) for f in group.finished
-        ),
+    finished = tuple(
+        structs.replace(result, trajectories=tuple(map(renumber, result.trajectories)))
+        for result in group.finished
     )
+    return structs.replace(group, finished=finished)
 
 
 def rewind_published_step(run: RunDirectory, run_state: RunState) -> None:
@@ -486,12 +510,12 @@ def staleness(group: Group, version: int) -> int:
 def wasted_tokens(groups: Sequence[Group], dropped: dict[str, str]) -> int:
     """Tokens of finished rollouts that contribute no gradient."""
     idle = [
-        f
+        result
         for group in groups
-        for f in group.finished
-        if group.id in dropped or f.outcome.reward_or_floor(0.0) is None
+        for result in group.finished
+        if group.id in dropped or result.outcome.reward_or_floor(0.0) is None
     ]
-    return sum(t.owned for f in idle for t in f.trajectories)
+    return sum(trajectory.owned for result in idle for trajectory in result.trajectories)
 
 
 def step_metrics(
@@ -530,13 +554,15 @@ def account_metrics(account: TokenAccount) -> dict[str, Any]:
 
 def token_account(batch: StepBatch, report: StepReport) -> TokenAccount:
     """Token account of a step: the trainer's account plus the tokens of dropped groups."""
-    dropped = count_tokens(f for group in batch.groups if group.id in batch.dropped for f in group.finished)
-    trained = report.account or count_tokens(f for group in batch.usable for f in group.finished)
+    dropped = count_tokens(
+        result for group in batch.groups if group.id in batch.dropped for result in group.finished
+    )
+    trained = report.account or count_tokens(result for group in batch.usable for result in group.finished)
     return trained + dropped.idle(UntrainedReason.DROPPED_GROUP)
 
 
 def most_common_failure(finished: Sequence[RolloutResult]) -> str:
     """Kind, reason and message of the most common failure."""
-    failures = [f.outcome.failure for f in finished if f.outcome.failure]
+    failures = [result.outcome.failure for result in finished if result.outcome.failure]
     counts = Counter(f"{f.kind}/{f.reason}: {f.message}" for f in failures)
     return counts.most_common(1)[0][0] if counts else "no failure at all"

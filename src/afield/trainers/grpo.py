@@ -75,34 +75,45 @@ MAX_TIMES_CONTROL = 3.0
 """Sampler-trainer difference, as a multiple of the control, above which a warning is logged."""
 MIN_CONTROL = 1e-4
 """Difference in log-probabilities that float32 alone explains, batched one way or another."""
-STATE = "trainer.pt"
-MODEL = "model"
-"""Directory in a checkpoint that holds the model's files except its weights."""
-POLICY = "policy.json"
+STATE_FILE = "trainer.pt"
+"""File of a checkpoint with random state, weights and optimizer; shards hold the last two in other files."""
+MODEL_DIR = "model"
+"""Directory of a checkpoint with the model's files except its weights."""
+POLICY_FILE = "policy.json"
+"""File of a checkpoint with the thinking policy and the number of steps."""
 UNCHANGED_FILES = ("tokenizer.json", "tokenizer.model", "chat_template.jinja")
+"""Files of a model that a run must not change between checkpoint and resume."""
 
 
-def copied(value: Any) -> Any:
+def copy_to_cpu(value: Any) -> Any:
     """A copy of a nested state, with tensors in CPU memory."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return {name: copied(part) for name, part in value.items()}
-    return [copied(part) for part in value] if isinstance(value, list) else value
+        return {name: copy_to_cpu(part) for name, part in value.items()}
+    return [copy_to_cpu(part) for part in value] if isinstance(value, list) else value
 
 
 class GRPO:
     """Trains a Hugging Face causal language model from its directory.
 
     A step makes `epochs * minibatches` updates; with more than one, the policy is scored once before the
-    first. A step without any gradient leaves weights and optimizer state unchanged. Settings are explained in
-    `docs/how-to/embedded-trainer.md`; some that their names do not explain:
+    first. A step without any gradient leaves weights and optimizer state unchanged.
 
-    - `length`: divisor of aggregate "constant".
-    - `rewards`: weights of named rewards.
-    - `credit`: "turns" gives each turn its discounted return.
-    - `record_training`: return the values of every token, for `rollouts/step-N.tokens`.
+    `afield.settings.trainer.TrainerOptions` documents most parameters. The others are:
+
+    - `lr`: peak learning rate of AdamW.
+    - `lr_schedule`, `warmup_steps`, `min_lr_ratio`, `total_steps`: see `LRSchedule`.
+    - `minibatches`: updates per pass over a batch.
+    - `kl`: coefficient of the KL penalty; above 0 it needs the reference model.
+    - `grad_clip`: largest norm of the gradient.
+    - `eps`: AdamW's epsilon.
+    - `floor`: reward of a policy failure without one.
+    - `advantage`, `scale`: advantage estimator, and whether "grpo" divides by the standard deviation.
+    - `reply_limit`: largest number of tokens of a reply, for `overlong_buffer`.
+    - `seed`: seed of minibatches and of stochastic rounding.
     - `thinking`: how reasoning was rendered while sampling; saved with checkpoints.
+    - `record_training`: return the values of every token, for `rollouts/step-N.tokens`.
     """
 
     model_class = PolicyModel
@@ -158,19 +169,19 @@ class GRPO:
         check_choice(importance, Importance, "importance")
         check_choice(kl_estimator, KLEstimator, "KL estimator")
         check_choice(rounding, RoundingName, "rounding")
+        check_choice(lr_schedule, LRScheduleName, "lr_schedule")
+        check_choice(mask_truncated, MaskTruncated, "mask_truncated")
         self.aggregate: Aggregate = LOSSES[loss].aggregate if aggregate == "auto" else aggregate
         check_choice(self.aggregate, Aggregate, "aggregate")
         if self.aggregate == "constant" and length is None:
             raise UsageError("aggregate 'constant' needs a length to divide by, such as the longest reply")
         if overlong_buffer and reply_limit is None:
             raise UsageError("overlong_buffer needs reply_limit, the largest number of tokens of a reply")
-        check_choice(lr_schedule, LRScheduleName, "lr_schedule")
-        check_choice(mask_truncated, MaskTruncated, "mask_truncated")
-        self.lr_schedule = LRSchedule(lr_schedule, warmup_steps, total_steps, min_lr_ratio)
-        self.lr_schedule.check()
         for name, value in (("minibatches", minibatches), ("epochs", epochs)):
             if value < 1:
                 raise UsageError(f"{name} = {value} must be at least 1")
+        self.lr_schedule = LRSchedule(lr_schedule, warmup_steps, total_steps, min_lr_ratio)
+        self.lr_schedule.check()
         self.model_path = Path(model_path)
         self.device = pick_device(device)
         self.lora = lora if lora and lora.rank else None
@@ -192,18 +203,18 @@ class GRPO:
             max_tokens_per_pass=max_tokens_per_pass,
         )
         self.objective = Objective(
-            loss,
-            (clip[0], clip[1]) if clip else LOSSES[loss].clip,
-            dual_clip,
-            importance,
-            importance_cap,
-            kl,
-            kl_estimator,
-            entropy,
+            loss=loss,
+            clip=(clip[0], clip[1]) if clip else LOSSES[loss].clip,
+            dual_clip=dual_clip,
+            importance=importance,
+            importance_cap=importance_cap,
+            kl=kl,
+            kl_estimator=kl_estimator,
+            entropy=entropy,
         )
-        # Dr. GRPO does not divide advantages by a deviation.
-        divided = advantage != "grpo" or (scale and loss != "dr_grpo")
-        self.estimator: AdvantageEstimator = advantage if divided else "dr_grpo"
+        # Dr. GRPO does not divide advantages by the standard deviation.
+        unscaled = advantage == "grpo" and (not scale or loss == "dr_grpo")
+        self.estimator: AdvantageEstimator = "dr_grpo" if unscaled else advantage
         self.rewards = dict(rewards or {})
         self.credit: Credit = credit
         self.discount = discount
@@ -233,6 +244,7 @@ class GRPO:
         """Sampler-trainer difference that the engine's dtype explains, measured in each step: it changes with
         the policy, and becomes small as replies become certain."""
         self._warned = False
+        """Whether a large sampler-trainer difference was logged."""
 
     @property
     def model(self) -> Any:
@@ -265,15 +277,15 @@ class GRPO:
         batch = self.batch(groups)
         # A row whose advantages are zero has a gradient only from a KL or entropy term.
         regularised = bool(self.objective.kl or self.objective.entropy)
-        owning = [row for row in batch.rows if row.owned]
-        rows = [row for row in owning if regularised or any(row.advantages)]
+        trainable = [row for row in batch.rows if row.owned]
+        rows = [row for row in trainable if regularised or any(row.advantages)]
         recorder = TokenRecorder() if self.record_training else None
         diagnostics = BatchDiagnostics(self.max_logprob_diff, self.version, recorder)
         if self.engine_dtype:
-            self.control_logprob_diff = self._measure_control(rows or owning)
+            self.control_logprob_diff = self._measure_control(rows or trainable)
         proximal = self.optimizer.score(rows, diagnostics) if self.minibatches * self.epochs > 1 else None
         if not rows:  # nothing to train; sampler and trainer are still compared
-            self.optimizer.score(owning, diagnostics)
+            self.optimizer.score(trainable, diagnostics)
         diagnostics.check_bound()
         for rollouts in self._minibatches(batch.rollout_ids):
             self._update(batch, rows, rollouts, proximal, diagnostics)
@@ -323,7 +335,7 @@ class GRPO:
         return batch
 
     def _minibatches(self, rollout_ids: Sequence[str]) -> Iterator[frozenset[str]]:
-        """Every rollout once per epoch, in random parts of about the same size."""
+        """Yield the rollouts of each update: all once per epoch, in random parts of about the same size."""
         for _ in range(self.epochs):
             order = torch.randperm(len(rollout_ids), generator=self.random).tolist()
             for part in range(min(self.minibatches, len(order))):
@@ -337,7 +349,7 @@ class GRPO:
         proximal: Scores | None,
         diagnostics: BatchDiagnostics,
     ) -> None:
-        """Make one optimizer step from the rows of these rollouts."""
+        """Make one optimizer step from the rows of these rollouts; skip it if the gradient is not finite."""
         rows = [row for row in rows if row.rollout_id in rollouts]
         if not rows:
             return
@@ -359,26 +371,27 @@ class GRPO:
         )
         diagnostics.check_bound()
         grad_norm = self.optimizer.clip_gradient()
-        if math.isfinite(grad_norm):
+        finite = math.isfinite(grad_norm)
+        if finite:
             self.optimizer.step(self.lr * self.lr_schedule.factor(self.steps))
             self.skipped = 0
             diagnostics.update(loss=loss, grad_norm=grad_norm)
         else:
-            self._skip(grad_norm, rollouts)
+            self._skip_update(grad_norm, rollouts)
             diagnostics.counts["skipped_updates"] += 1
         if diagnostics.recorder is not None:
-            diagnostics.recorder.updated(rollouts, skipped=not math.isfinite(grad_norm))
+            diagnostics.recorder.updated(rollouts, skipped=not finite)
 
-    def _skip(self, norm: float, rollouts: frozenset[str]) -> None:
+    def _skip_update(self, grad_norm: float, rollouts: frozenset[str]) -> None:
         """Leave the weights unchanged; the third such update in a row is an error."""
         self.skipped += 1
-        some = ", ".join(sorted(rollouts)[:3])
+        first_ids = ", ".join(sorted(rollouts)[:3])
         if self.skipped >= MAX_SKIPPED:
             raise UsageError(
-                f"the gradient's norm was {norm} in {self.skipped} updates in a row, last for rollouts"
-                f" {some}; lower the learning rate, or go on from an older checkpoint"
+                f"the gradient's norm was {grad_norm} in {self.skipped} updates in a row, last for rollouts"
+                f" {first_ids}; lower the learning rate, or go on from an older checkpoint"
             )
-        log.warning("update skipped: the gradient's norm is %s for rollouts %s, ...", norm, some)
+        log.warning("update skipped: the gradient's norm is %s for rollouts %s, ...", grad_norm, first_ids)
 
     # --- metrics ----------------------------------------------------------------------------------
 
@@ -393,22 +406,22 @@ class GRPO:
         """Add the sampler-trainer difference in units of the control; warn if it is too large."""
         if self.control_logprob_diff is None or "logprob_diff" not in metrics:
             return metrics
-        times = metrics["logprob_diff"] / self.control_logprob_diff
-        if times > MAX_TIMES_CONTROL and not self._warned:
+        ratio = metrics["logprob_diff"] / self.control_logprob_diff
+        if ratio > MAX_TIMES_CONTROL and not self._warned:
             self._warned = True
             log.warning(
                 "sampler and trainer are %.2g apart in the mean about the log-probabilities of the same"
                 " tokens, %.1f times what the engine's %s explains (%.2g): do both have the same weights? Set"
                 " the engine's dtype to float32 to make them equal",
                 metrics["logprob_diff"],
-                times,
+                ratio,
                 self.engine_dtype,
                 self.control_logprob_diff,
             )
         return {
             **metrics,
             "logprob_diff_control": self.control_logprob_diff,
-            "logprob_diff_times_control": times,
+            "logprob_diff_times_control": ratio,
         }
 
     def _weighed_reward(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -426,8 +439,10 @@ class GRPO:
     # --- weights and checkpoints ------------------------------------------------------------------
 
     def export(self, directory: Path) -> None:
-        """Write the current weights as engines load them: the whole model, or its adapters alone. Replaces
-        the directory."""
+        """Write the current weights as engines load them: the whole model, or its adapters alone.
+
+        Replaces the directory.
+        """
         self._export(directory, Rounding())
 
     def publish(self, directory: Path, *, version: int, dtype: str) -> dict[str, float]:
@@ -436,9 +451,9 @@ class GRPO:
         Stochastic rounding is seeded by the run's seed and the version: a repetition writes the same bits.
         """
         rounding = make_rounding(dtype, self.seed, version, nearest=self.rounding == "nearest")
-        arrived = self._export(directory, rounding)
+        published = self._export(directory, rounding)
         self.version, self.engine_dtype = version, dtype
-        metrics = arrived.metrics() if rounding.lossy else {"update_kept": 1.0, "rounding_noise_norm": 0.0}
+        metrics = published.metrics() if rounding.lossy else {"update_kept": 1.0, "rounding_noise_norm": 0.0}
         if metrics.get("update_kept", 1.0) < MIN_UPDATE_KEPT:
             log.warning(
                 "version %d: only %.0f %% of the update reached the published weights in %s; set"
@@ -460,9 +475,11 @@ class GRPO:
             self._write({**self.optimizer.state(), **self._progress()}, fresh)
 
     def begin_save(self, directory: Path) -> Callable[[], None]:
-        """Copy the state and write a checkpoint in a thread, while training goes on; the returned function
-        waits for its end."""
-        state = copied({**self.optimizer.state(), **self._progress()})
+        """Copy the state and write a checkpoint in a thread, while training goes on.
+
+        The returned function waits for its end.
+        """
+        state = copy_to_cpu({**self.optimizer.state(), **self._progress()})
 
         def write() -> None:
             with replaced(directory) as fresh:
@@ -482,21 +499,25 @@ class GRPO:
         }
 
     def _write(self, state: dict[str, Any], fresh: Path) -> None:
-        torch.save(state, fresh / STATE)
-        copy_but_weights(self.model_path, fresh / MODEL)
-        (fresh / POLICY).write_text(json.dumps({"thinking": self.thinking, "steps": state["steps"]}) + "\n")
+        torch.save(state, fresh / STATE_FILE)
+        copy_but_weights(self.model_path, fresh / MODEL_DIR)
+        (fresh / POLICY_FILE).write_text(
+            json.dumps({"thinking": self.thinking, "steps": state["steps"]}) + "\n"
+        )
 
     def restore(self, directory: Path) -> None:
         """Load a checkpoint; training continues bit for bit as without the interruption."""
         directory = Path(directory)
-        if not (directory / STATE).is_file():
-            raise DamagedFile(f"{directory} holds no {STATE}; restore from a directory that save() wrote")
+        if not (directory / STATE_FILE).is_file():
+            raise DamagedFile(
+                f"{directory} holds no {STATE_FILE}; restore from a directory that save() wrote"
+            )
         self._check_unchanged(directory)
         try:
-            state = torch.load(directory / STATE, map_location="cpu", weights_only=True, mmap=True)
+            state = torch.load(directory / STATE_FILE, map_location="cpu", weights_only=True, mmap=True)
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             reason = str(error).partition("\n")[0]
-            raise DamagedFile(f"{directory / STATE} cannot be read: {reason}") from error
+            raise DamagedFile(f"{directory / STATE_FILE} cannot be read: {reason}") from error
         if has_shards(directory):
             self.optimizer.load_shards(directory)
         else:
@@ -509,14 +530,15 @@ class GRPO:
     def _check_unchanged(self, directory: Path) -> None:
         """Refuse a checkpoint of another tokenizer, template or thinking policy."""
         for name in UNCHANGED_FILES:
-            saved, current = directory / MODEL / name, self.model_path / name
+            saved, current = directory / MODEL_DIR / name, self.model_path / name
             if saved.is_file() and (not current.is_file() or saved.read_bytes() != current.read_bytes()):
+                original = directory / MODEL_DIR
                 raise UsageError(
                     f"{directory} was saved with another {name} than {self.model_path} has;"
-                    f" resume with the model it began with (all but the weights is in {directory / MODEL})"
+                    f" resume with the model it began with (all but the weights is in {original})"
                 )
-        if (directory / POLICY).is_file():
-            thinking = json.loads((directory / POLICY).read_text())["thinking"]
+        if (directory / POLICY_FILE).is_file():
+            thinking = json.loads((directory / POLICY_FILE).read_text())["thinking"]
             if thinking != self.thinking:
                 raise UsageError(
                     f"{directory} was trained with thinking {thinking!r}, not {self.thinking!r}; keep it"

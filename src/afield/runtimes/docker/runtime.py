@@ -56,13 +56,26 @@ from afield.utils.backoff import Backoff
 log = logging.getLogger(__name__)
 
 LOG_LINES = 10_000
-SOON_S = 0.1
+"""Largest number of lines of a container's log that are kept."""
+EXIT_POLL_S = 0.1
+"""Seconds between two checks whether a container has ended."""
+KEEPALIVE_S = 3.0
+"""Seconds that idle connections are kept; below the 5 s after which common servers close them."""
+PING_S = 5.0
+"""Timeout of a ping, in seconds."""
+LIST_INTERVAL_S = 10.0
+"""Seconds between two lists of all containers; a failed ping triggers a list at once."""
+FIRST_PING_S, MAX_PING_INTERVAL_S = 0.02, 0.5
+"""Seconds between two pings of a starting container: first value and maximum."""
+NETWORKS_WITHOUT_ADDRESS = ("", "host", "none")
+"""Networks in which a container has no address of its own."""
 
 
 class RunContainers:
     """Containers of one run, by session id.
 
-    Never touches a container of another run, even with the same session id.
+    Never touches a container of another run, even with the same session id. `log_dir` keeps the logs of
+    removed containers.
     """
 
     def __init__(self, engine: DockerEngine, options: ContainerOptions, run: str, log_dir: Path) -> None:
@@ -92,13 +105,13 @@ class RunContainers:
             raise EngineRefused(f"{message}; give rollouts other ids, or stop that run")
         return container
 
-    async def check_running(self, session_id: str, unavailable_timeout_s: float = 0.0) -> dict[str, Any]:
+    async def check_running(self, session_id: str, watch_s: float = 0.0) -> dict[str, Any]:
         """Return the description of a running container.
 
-        Raises InfrastructureFailure with the log tail if the container has ended, or ends within
-        `unavailable_timeout_s` seconds.
+        Raises InfrastructureFailure with the log tail if the container has ended, or ends within `watch_s`
+        seconds.
         """
-        end = asyncio.get_running_loop().time() + unavailable_timeout_s
+        end = asyncio.get_running_loop().time() + watch_s
         name = container_name(session_id)
         while True:
             container = await self.find(session_id)
@@ -108,20 +121,21 @@ class RunContainers:
                 )
             if phase_of(container["State"]["Status"]) is Phase.ENDED:
                 tail = await self._engine.logs(name)
-                what = " ".join((container["Config"].get("Image", ""), *self._options.command))
-                message = (
-                    f"container {name} ({what}) {describe_exit(container['State'], self._options.limits)}"
-                )
-                raise InfrastructureFailure(f"{message}; its log ends: {tail}", Reason.DIED)
+                command = " ".join((container["Config"].get("Image", ""), *self._options.command))
+                ending = describe_exit(container["State"], self._options.limits)
+                message = f"container {name} ({command}) {ending}; its log ends: {tail}"
+                raise InfrastructureFailure(message, Reason.DIED)
             if asyncio.get_running_loop().time() >= end:
                 return container
-            await asyncio.sleep(SOON_S)
+            await asyncio.sleep(EXIT_POLL_S)
 
     async def list(self) -> list[SessionStatus]:
+        """Status of all containers of the run, with one call of the engine."""
         rows = await self._engine.list(f"{RUN}={self._run}")
         return [status_from_row(row) for row in rows if SESSION in (row.get("Labels") or {})]
 
     async def logs(self, session_id: str) -> str:
+        """Log of the container, or the copy that was saved when it was removed; empty without either."""
         if await self.find(session_id) is not None:
             return await self._engine.logs(container_name(session_id), LOG_LINES)
         with contextlib.suppress(FileNotFoundError):
@@ -151,6 +165,7 @@ class RunContainers:
         return f"http://{address}:{self._options.port}" if address and self._engine.is_local else ""
 
     async def _save_log(self, session_id: str) -> None:
+        """Save the container's log in `log_dir`; an error is logged."""
         try:
             if output := await self._engine.logs(container_name(session_id), LOG_LINES):
                 path = self._log_path(session_id)
@@ -163,20 +178,14 @@ class RunContainers:
         return self._log_dir / f"{session_id}.log"
 
 
-# Below the 5 s after which common servers close an idle connection.
-KEEPALIVE_S = 3.0
-PING_S = 5.0
-# Interval between two lists of all containers, in seconds; a failed ping triggers a list at once.
-LIST_INTERVAL_S = 10.0
-# Interval between pings of a starting container, in seconds: first value and maximum.
-FIRST_PING_S, MAX_PING_INTERVAL_S = 0.02, 0.5
-NO_ADDRESS = ("", "host", "none")
-
-
 class ContainerRuntime(BaseRuntime):
     """Runs agents in containers.
 
-    `name` is the run: containers carry it as a label, and `list` returns only those.
+    - `options`: engine, image, limits and network of the containers.
+    - `name`: the run; containers carry it as a label, and `list` returns only those.
+    - `log_dir`: directory for the logs of removed containers.
+    - `start_timeout_s`: seconds that a container has to answer its first ping.
+    - `poll_s`: seconds between two pings of a working agent.
     """
 
     def __init__(
@@ -196,10 +205,11 @@ class ContainerRuntime(BaseRuntime):
         self._engine = DockerEngine(options)
         self._containers = RunContainers(self._engine, options, name, log_dir)
         self._relays = LoopbackRelays()
-        # Sessions whose containers this process removes on close; None until the URL is known.
         self._urls: dict[str, str | None] = {}
+        """URLs of agents whose containers this process removes on close; None until the URL is known."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._no_answer = asyncio.Event()
+        self._ping_failed = asyncio.Event()
+        """Set when an agent does not answer, to list all containers at once."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -242,9 +252,9 @@ class ContainerRuntime(BaseRuntime):
                 task.cancel()
             await self._group.__aexit__(None, None, None)
             results = await asyncio.gather(*map(self._remove, list(self._urls)), return_exceptions=True)
-            for problem in results:
-                if problem is not None:
-                    log.warning("a container of run %s may be left: %s", self._name, problem)
+            for error in results:
+                if error is not None:
+                    log.warning("a container of run %s may be left: %s", self._name, error)
         finally:
             await self._relays.__aexit__()
             await self._http.close()
@@ -254,7 +264,7 @@ class ContainerRuntime(BaseRuntime):
 
     async def check(self) -> None:
         options = self._options
-        if options.network in NO_ADDRESS or options.network.startswith("container:"):
+        if options.network in NETWORKS_WITHOUT_ADDRESS or options.network.startswith("container:"):
             raise UsageError(
                 f"network {options.network!r} gives containers no address of their own, and every one serves"
                 f" port {options.port}; use 'bridge' or the name of a network"
@@ -310,6 +320,7 @@ class ContainerRuntime(BaseRuntime):
     # --- launching -------------------------------------------------------------------------------
 
     async def _launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
+        """Start a container with the payload; after an error, remove it and record the failed launch."""
         session_id = attempt.session_id
         failure: AfieldError
         try:
@@ -325,6 +336,7 @@ class ContainerRuntime(BaseRuntime):
         raise failure
 
     async def _start(self, attempt: Attempt, payload: dict[str, Any]) -> None:
+        """Create the container, wait until it serves, post the payload and follow it."""
         session_id = attempt.session_id
         name = container_name(session_id)
         image = image_of_row(payload, self._options.image_key, self._options.image)
@@ -339,13 +351,15 @@ class ContainerRuntime(BaseRuntime):
                 raise
         self._attempts.check_not_stopped(session_id)
         await self._engine.start(name)
-        url, message = await self._wait_serving(session_id)
+        url, reply = await self._wait_serving(session_id)
         self._urls[session_id] = url
-        if not (message.active is None and message.status != "Healthy"):
+        # Otherwise an earlier launch has posted: the server lists no sessions, but is busy with this one.
+        if reply.active is not None or reply.status == "Healthy":
             await self._post(attempt, url, await self._container_payload(session_id, payload))
         self._create_task(self._follow(session_id))
 
     async def _wait_serving(self, session_id: str) -> tuple[str, PingResponse]:
+        """Wait until the container answers a ping; returns its URL and the answer."""
         backoff, url = Backoff(FIRST_PING_S, MAX_PING_INTERVAL_S), ""
         problem = "it has no address"
         try:
@@ -360,11 +374,11 @@ class ContainerRuntime(BaseRuntime):
                             problem = f"{type(error).__name__}: {error}"
                     await backoff.sleep()
         except TimeoutError:
-            where = f"GET {url}/ping" if url else f"port {self._options.port}"
-            waited = f"did not answer within {self._start_timeout_s:g} s: {problem}"
-            tail = await self._engine.logs(container_name(session_id))
-            message = f"{where} of {container_name(session_id)} {waited}; its log ends: {tail}"
-            raise InfrastructureFailure(message, Reason.LAUNCH) from None
+            name = container_name(session_id)
+            endpoint = f"GET {url}/ping" if url else f"port {self._options.port}"
+            tail = await self._engine.logs(name)
+            message = f"{endpoint} of {name} did not answer within {self._start_timeout_s:g} s: {problem}"
+            raise InfrastructureFailure(f"{message}; its log ends: {tail}", Reason.LAUNCH) from None
 
     async def _container_payload(self, session_id: str, payload: dict[str, Any]) -> dict[str, Any]:
         """Payload with addresses that work inside the container."""
@@ -392,10 +406,10 @@ class ContainerRuntime(BaseRuntime):
                 await invocations.post(self._http, url, attempt, payload)
                 return
             except (aiohttp.ClientError, OSError) as error:
-                await self._containers.check_running(attempt.session_id, unavailable_timeout_s=1.0)
+                await self._containers.check_running(attempt.session_id, watch_s=1.0)
                 if last or isinstance(error, TimeoutError):
-                    why = f"{type(error).__name__}: {error}"
-                    message = f"{container_name(attempt.session_id)} did not take its payload: {why}"
+                    name, problem = container_name(attempt.session_id), f"{type(error).__name__}: {error}"
+                    message = f"{name} did not take its payload: {problem}"
                     raise InfrastructureFailure(message, Reason.LAUNCH) from error
 
     # --- exit detection --------------------------------------------------------------------------
@@ -411,11 +425,11 @@ class ContainerRuntime(BaseRuntime):
                 if not url:
                     raise OSError(f"{session_id} has no address")
                 self._urls[session_id] = url
-                message = await invocations.ping(self._http, url, PING_S)
+                reply = await invocations.ping(self._http, url, PING_S)
             except (*NO_ANSWER, Unavailable, EngineRefused):
-                self._no_answer.set()
+                self._ping_failed.set()
                 continue
-            if not _is_working(message, session_id):
+            if not _is_working(reply, session_id):
                 self._attempts.record_exit(session_id, Exit(lingers=True))
 
     async def _watch(self) -> None:
@@ -423,8 +437,8 @@ class ContainerRuntime(BaseRuntime):
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LIST_INTERVAL_S):
-                    await self._no_answer.wait()
-            self._no_answer.clear()
+                    await self._ping_failed.wait()
+            self._ping_failed.clear()
             # Select sessions before the list call: a container created during the call is missing from its
             # answer.
             followed = [
@@ -440,18 +454,21 @@ class ContainerRuntime(BaseRuntime):
             await asyncio.sleep(self._poll_s)
 
     async def _fail_exited(self, followed: list[str]) -> None:
-        alive = {live.session_id for live in await self._containers.list() if live.phase is not Phase.ENDED}
+        """Record the exit of sessions whose containers have ended."""
+        statuses = await self._containers.list()
+        alive = {status.session_id for status in statuses if status.phase is not Phase.ENDED}
         for session_id in followed:
             if session_id not in alive and self._attempts.is_running(session_id):
                 try:
                     await self._containers.check_running(session_id)
-                except InfrastructureFailure as died:
+                except InfrastructureFailure as error:
                     tail = await self._engine.logs(container_name(session_id))
-                    self._attempts.record_exit(session_id, Exit(died.failure, tail, lingers=True))
+                    self._attempts.record_exit(session_id, Exit(error.failure, tail, lingers=True))
 
     # --- helpers ---------------------------------------------------------------------------------
 
     async def _remove(self, session_id: str) -> None:
+        """Remove the session's container, which `close` then leaves alone."""
         await self._containers.remove(session_id)
         self._urls.pop(session_id, None)
 
