@@ -51,7 +51,7 @@ def test_another_root_never_matches() -> None:
     assert forest.find(chain("tools-b", [say("user", "hi")])) is None
 
 
-def test_a_hint_tells_twins_apart() -> None:
+def test_a_hint_distinguishes_identical_conversations() -> None:
     conversation = [say("user", "hi"), say("assistant", "yes")]
     forest = TurnTree([turn(1, "r", conversation), turn(2, "r", conversation)])
     digests = chain("r", conversation)
@@ -60,7 +60,7 @@ def test_a_hint_tells_twins_apart() -> None:
     assert forest.find(digests, ["unknown"])[1].id == "t2"
 
 
-def test_hints_tell_twins_apart_beside_a_turn_that_was_edited() -> None:
+def test_hints_distinguish_identical_conversations_beside_an_edited_turn() -> None:
     """The client names three turns; the last one it changed, so it is on no path that the request repeats."""
     start, reply = say("user", "hi"), say("assistant", "yes")
     forest = TurnTree([turn(1, "r", [start, reply]), turn(2, "r", [start, reply])])

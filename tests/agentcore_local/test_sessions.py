@@ -90,7 +90,7 @@ async def test_a_session_ends_at_its_lifetime_whatever_it_does() -> None:
         assert (await caller.view("stats"))["ends"] == {"lifetime": 1}
 
 
-async def test_an_answer_that_never_comes_is_given_up_and_the_session_stays() -> None:
+async def test_a_missing_answer_times_out_and_the_session_continues() -> None:
     async with agentcore_server(pace=Timings(answer_s=0.3)) as caller:
         await caller.ready()
         with pytest.raises(caller.data.exceptions.RuntimeClientError, match="did not answer in time"):
@@ -230,7 +230,7 @@ async def test_starts_beyond_their_rate_are_429_and_invokes_of_running_sessions_
         assert stats["answers"]["InvokeAgentRuntime"] == {"200": 6, "429": 3}
 
 
-async def test_stops_are_counted_apart_from_starts() -> None:
+async def test_stops_are_counted_separately_from_starts() -> None:
     async with agentcore_server(quotas=Quotas(start_rate=0.01, burst_s=200, stop_rate=0.01)) as caller:
         await caller.ready()
         first, second = session_id(), session_id()

@@ -73,7 +73,7 @@ def test_new_weights_in_the_middle_of_a_call_give_it_two_spans() -> None:
     assert run(main()) == [[0, 40, 0], [40, 100, 3]]
 
 
-def test_a_call_that_is_given_up_leaves_its_share_to_the_others() -> None:
+def test_an_abandoned_call_leaves_its_share_to_the_others() -> None:
     async def main() -> tuple[float, int]:
         engine = Engine(200, 200)
         gone, stays = (asyncio.create_task(engine.sample(100)) for _ in range(2))

@@ -116,7 +116,7 @@ def test_equal_failures_are_printed_once_and_others_up_to_a_bound(
     assert "policy/raised: too long (trained;" in capsys.readouterr().out
 
 
-def test_policy_failures_are_counted_apart_from_failed_rollouts() -> None:
+def test_policy_failures_are_counted_separately_from_failed_rollouts() -> None:
     line = structs.replace(LINE, failed=2, failures={"policy": 3, "task": 2})
     assert describe(line, 3).endswith("failed 2 (task 2)  policy failures 3")
 

@@ -347,7 +347,7 @@ def test_the_printed_resume_command_works_after_sigterm(tmp_path: Path, run_comm
         assert (tmp_path / "runs" / "mine" / "run.json").read_bytes() == kept  # refused values are not saved
 
 
-def test_runs_that_share_a_store_keep_their_outcomes_apart(tmp_path: Path, run_command: RunCommand) -> None:
+def test_runs_that_share_a_store_have_separate_outcomes(tmp_path: Path, run_command: RunCommand) -> None:
     shared = tmp_path / "shared"
     sizes = ("--steps", 1, "--tasks-per-step", 2, "--rollouts", 2, "--runtime", "inline")
     for name in ("one", "two"):

@@ -229,7 +229,7 @@ def test_the_page_lists_what_open_takes_and_what_a_future_has() -> None:
         ),
     ],
 )
-def test_a_place_with_quotas_is_asked_at_its_own_rate(
+def test_a_runtime_with_quotas_is_asked_at_its_own_rate(
     tmp_path: Path, limits: RateLimits | None, wanted: RateLimits
 ) -> None:
     quotas = {"rate": 5.0, "stop_rate": 7.0, "cold_start_s": 3.0}

@@ -137,7 +137,7 @@ def test_a_second_client_on_the_same_directory_is_refused_while_the_first_lives(
         gateway.client().start()
 
 
-def test_what_stands_in_the_way_is_told_at_the_start_and_nothing_is_left(gateway: ThreadedGateway) -> None:
+def test_obstacles_are_reported_at_the_start_and_nothing_is_left(gateway: ThreadedGateway) -> None:
     before = threading.active_count()
     missing = ProcessRuntime(f"{gateway.root / 'no.py'}:agent", log_dir=gateway.root / "logs", workers=1)
     with pytest.raises(UsageError, match=r"no\.py"):

@@ -117,7 +117,7 @@ class RuntimeContract:
 
     # --- failing -----------------------------------------------------------------------------------
 
-    async def test_an_agent_that_raises_is_an_outcome_and_no_broken_place(self, place: Place) -> None:
+    async def test_an_agent_that_raises_is_an_outcome_and_no_runtime_failure(self, place: Place) -> None:
         attempt = await place.launch({"do": "raise"})
         assert (await finished(place, attempt)).failure is None
         failure = await failed(place, attempt)
@@ -132,7 +132,7 @@ class RuntimeContract:
         assert (await finished(place, await place.launch({"do": "reward"}, n=2))).failure is None
 
     @pytest.mark.parametrize(("do", "said"), [("exit", "3"), ("kill", "9")])
-    async def test_a_place_that_dies_is_known_with_its_last_output(
+    async def test_a_runtime_process_that_dies_is_reported_with_its_last_output(
         self, place: Place, can: Capabilities, do: str, said: str
     ) -> None:
         if can.isolation == "none":

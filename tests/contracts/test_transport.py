@@ -127,7 +127,7 @@ async def test_threads_that_commit_and_fence_at_once_agree(files: FilesTransport
         assert won == [said]
 
 
-async def test_what_is_half_written_is_not_there(files: FilesTransport) -> None:
+async def test_half_written_files_are_invisible(files: FilesTransport) -> None:
     folder = root_of(files) / EXP / "commits"
     folder.mkdir(parents=True)
     (folder / "abandoned.tmp").write_bytes(b'{"v": 1, "sess')
@@ -177,7 +177,7 @@ async def test_a_busy_hint_file_is_asked_again(files: FilesTransport) -> None:
     assert await files.hints(EXP, 5) == [Attempt("r", 1)]
 
 
-async def test_others_who_write_hints_for_a_moment_are_waited_for_without_a_word(
+async def test_short_locks_of_hint_writers_are_waited_for_silently(
     files: FilesTransport, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = invocation()
@@ -208,7 +208,7 @@ async def test_an_unknown_format_version_is_refused(files: FilesTransport) -> No
         await files.decision(waiting())
 
 
-async def test_a_place_that_cannot_be_written_is_refused_with_its_name(tmp_path: Path) -> None:
+async def test_a_location_that_cannot_be_written_is_refused_with_its_name(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")
     with pytest.raises(UsageError, match=r"file.*choose a writable directory"):
@@ -241,7 +241,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-async def test_a_full_disk_is_said_clearly_and_nothing_is_lost(files: FilesTransport) -> None:
+async def test_a_full_disk_is_reported_and_nothing_is_lost(files: FilesTransport) -> None:
     before, one = invocation("before"), invocation()
     big = record(one, payload={"text": "x" * 1_000_000})
     await files.deliver(before, record(before))

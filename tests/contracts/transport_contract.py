@@ -133,7 +133,7 @@ class TransportContract:
             assert standing == answers["stands"]
             assert answers["won"] is isinstance(standing, OutcomeRecord)
 
-    async def test_of_several_committers_one_wins_and_its_record_stands(self, backend: Backend) -> None:
+    async def test_of_several_committers_one_wins_and_its_record_is_kept(self, backend: Backend) -> None:
         async with backend.transport() as here, backend.transport() as there:
             for i in range(10):
                 one = invocation(f"race-{i}")

@@ -167,7 +167,7 @@ def test_appending_messages_keeps_what_was_rendered_before(tokenizer, turn, adde
     assert tokenizer.encode(after, add_special_tokens=False)[: len(ids)] == ids
 
 
-def test_the_prompt_and_what_is_sampled_after_it_are_encoded_apart(tokenizer):
+def test_prompt_and_sampled_text_are_encoded_separately(tokenizer):
     prompt = render(tokenizer, [SYSTEM, ASK], ask=True)
     for sampled in ("It costs $47.<|im_end|>", "<tool_call>\n{}", "\n\nwell", '"item": "x"', "47"):
         apart = [*tokenizer.encode(prompt), *tokenizer.encode(sampled)]

@@ -158,7 +158,7 @@ async def test_a_get_is_repeated_when_an_idle_connection_breaks_and_a_post_is_no
     assert len(server.requests) == 4
 
 
-async def test_bytes_that_nobody_asked_for_end_the_connection() -> None:
+async def test_unrequested_bytes_end_the_connection() -> None:
     server = Server(SIZED + SIZED.replace(b"hello", b"wrong"), SIZED)
     async with client(server) as http:
         assert await http.ask("GET", "/a") == b"hello"

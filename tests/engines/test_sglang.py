@@ -74,7 +74,7 @@ async def test_the_body_says_what_the_call_says() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_versions_are_exact_where_told_and_intervals_otherwise(stream: bool) -> None:
+async def test_versions_are_exact_where_the_engine_reports_them_and_intervals_otherwise(stream: bool) -> None:
     def script(call: GenerateRequest) -> ScriptedReply:
         return ScriptedReply(token_ids=tuple(range(20, 32)), bump_after=5 if call.max_tokens == 12 else None)
 

@@ -134,7 +134,7 @@ def test_without_a_rollout_the_model_is_productions(where: Any, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_what_is_no_rollout_is_said(make: Any) -> None:
+def test_a_payload_without_a_rollout_is_refused(make: Any) -> None:
     with pytest.raises(UsageError, match="needs model_id="):
         make({"question": "How much?"})
     with pytest.raises(UsageError, match="Context or payload, not 'http://gateway'"):
@@ -156,7 +156,7 @@ def test_the_helpers_are_light_until_they_are_used() -> None:
 # --- the conversation -----------------------------------------------------------------------------
 
 
-async def test_the_hook_collects_what_was_said(tmp_path: Path) -> None:
+async def test_the_hook_collects_the_messages(tmp_path: Path) -> None:
     hook = ConversationHook()
     async with rollout(tmp_path, call("look", item="mug"), said("It is 12.")) as (payload, _):
         model = create_openai_compatible_model(payload)
@@ -170,7 +170,7 @@ async def test_the_hook_collects_what_was_said(tmp_path: Path) -> None:
     assert last["content"] == [{"text": "It is 12."}]
 
 
-async def test_what_was_said_is_kept_as_json_though_the_agent_fails(tmp_path: Path) -> None:
+async def test_messages_are_kept_as_json_although_the_agent_fails(tmp_path: Path) -> None:
     hook = ConversationHook()
     async with rollout(tmp_path, call("photograph", item="mug")) as (payload, _):
         model = create_openai_compatible_model(payload)

@@ -160,7 +160,7 @@ def test_a_missing_value_is_named(place: Place, name: str, options: tuple[str, .
     assert f"does not say {name}" in err
 
 
-def test_the_platform_need_not_be_said(place: Place) -> None:
+def test_the_platform_is_optional(place: Place) -> None:
     place.write({key: value for key, value in VALUES.items() if key != "PLATFORM"})
     assert "--platform linux/arm64" in place.push("--dry-run")[1]
 
@@ -199,7 +199,7 @@ def test_a_failure_is_reported_and_stops_the_rest(place: Place) -> None:
     assert code == 2 and "docker buildx build failed" in err and "pushed" not in out
 
 
-def test_what_is_not_there_is_named(place: Place) -> None:
+def test_missing_files_are_named(place: Place) -> None:
     (place.programs / "aws").unlink()
     path = {"PATH": str(place.programs)}
     assert "aws is not installed, or not on PATH" in place.push(**path)[2]

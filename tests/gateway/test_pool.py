@@ -159,7 +159,7 @@ async def test_concurrent_sessions_are_spread_evenly_and_stay(tmp_path: Path) ->
             await pool.state("unknown")
 
 
-async def test_refused_sessions_take_no_place(tmp_path: Path) -> None:
+async def test_refused_sessions_take_no_slot(tmp_path: Path) -> None:
     async with pooled(InProcessLauncher(tmp_path), 2) as pool:
         first = await pool.open(SessionSpec(id="first"))
         with pytest.raises(AfieldError):

@@ -195,7 +195,7 @@ async def test_sub_agents_with_equal_answers_continue_separately(tmp_path: Path)
     assert seen.linear["excluded"] == []
 
 
-async def test_thread_names_keep_answers_apart(tmp_path: Path) -> None:
+async def test_thread_names_separate_answers(tmp_path: Path) -> None:
     async with place(tmp_path, ScriptedEngine(lambda _: said("Yes."), max_context=8192)) as there:
         client = await there.client(dialect="anthropic")
         named = [{"x-claude-code-agent-id": name} for name in ("a1", "a2")]

@@ -96,7 +96,7 @@ def test_keys_of_the_agent_concern_no_verifier_of_agents_in_images(tmp_path: Pat
         factory.check_harbor_tasks(in_images, read_tasks(tmp_path))
 
 
-def test_keys_without_effect_are_told_once_with_file_and_line(
+def test_keys_without_effect_are_warned_about_once_with_file_and_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = 'skills_dir = "/skills"\nallow_internet = true\n[agent]\nuser = "me"\n[healthchecks]\na = 1\n'
@@ -132,7 +132,7 @@ def test_task_without_a_network_gives_no_warning(tmp_path: Path, caplog: pytest.
     assert caplog.records == []
 
 
-def test_task_that_names_more_than_the_limits_of_sandboxes_is_told(
+def test_task_above_the_limits_of_sandboxes_is_warned_about(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name, memory in (("a", 2048), ("b", 3072), ("c", 512)):

@@ -293,7 +293,7 @@ def test_what_veRL_has_keys_for_is_read_from_them() -> None:
         ({"rewards": {"format": float("nan")}}, "rewards.format = nan must be a finite number"),
     ],
 )
-def test_settings_that_are_wrong_are_told_by_their_key(change: dict[str, Any], told: str) -> None:
+def test_wrong_settings_are_named_by_their_key(change: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError) as caught:
         settings.read(config(**change))
     assert told in str(caught.value)
@@ -307,7 +307,7 @@ def test_an_estimator_that_compares_rows_needs_a_word_about_branches() -> None:
     assert settings.read(whole | {"afield": {"branches": "main"}}).branches == "main"
 
 
-def test_what_veRL_learns_from_is_said_as_for_the_embedded_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_veRL_credit_settings_equal_those_of_the_embedded_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AFIELD_VERL_REWARDS__FORMAT", "0.2")
     whole = config(credit="turns", discount=0.5)
     found = settings.read(whole).credit

@@ -84,7 +84,7 @@ def test_what_the_dead_left_is_removed_and_what_the_living_use_stays(tmp_path: P
     ]
 
 
-def test_without_groups_nothing_is_limited_and_that_is_said(tmp_path: Path) -> None:
+def test_without_groups_nothing_is_limited_and_a_warning_is_logged(tmp_path: Path) -> None:
     groups = cgroups.find_groups(machine(tmp_path, "30 1 0:1 / /x rw - tmpfs tmpfs rw\n", "0::/\n"))
     assert groups.kinds == ()
     assert groups.create("7", LIMITS).directories == {}

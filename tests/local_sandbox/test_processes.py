@@ -109,7 +109,7 @@ async def test_a_program_that_ends_before_it_serves_says_why(tmp_path: Path, sou
             await server.start("s")
 
 
-async def test_a_program_that_never_serves_is_given_up(tmp_path: Path) -> None:
+async def test_a_program_that_never_serves_is_abandoned(tmp_path: Path) -> None:
     program = Program(script=str(write_program(tmp_path / "program", "import time\ntime.sleep(600)")))
     async with fork_server(tmp_path, program) as server:
         with pytest.raises(InfrastructureFailure, match=r"not ready within 0\.5 s"):

@@ -92,7 +92,7 @@ def test_a_small_update_arrives_although_nearest_rounding_drops_it() -> None:
     assert (measure_update(master, near, start).kept or 0.0) < 0.1
 
 
-def test_overflow_infinity_and_nan_are_kept_apart() -> None:
+def test_overflow_infinity_and_nan_are_distinguished() -> None:
     values = torch.tensor([3.4e38, -3.4e38, math.inf, -math.inf, math.nan, 65519.0, 0.0, -0.0, 1e-45])
     for name, dtype in DTYPES.items():
         got = rounded(values, "w", Rounding(dtype=name))  # type: ignore[arg-type]

@@ -526,7 +526,7 @@ async def test_pixels_are_never_left_out_silently(up: Running, model: Path, tmp_
     assert [len(datum.images) for datum in rows_from_groups(groups)] == [1, 1]
 
 
-def test_the_place_of_an_image_tells_conversations_apart() -> None:
+def test_the_position_of_an_image_distinguishes_conversations() -> None:
     one, other = (Message(role="user", content="a b", images=(ImageRef("d", at),)) for at in (0, 2))
     echoed = Message(role="user", content=" a b ", images=(ImageRef("d", 1),))
     assert chain("r", [one]) != chain("r", [other])

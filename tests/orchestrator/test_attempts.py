@@ -217,7 +217,7 @@ async def test_finished_rollouts_are_not_run_again_and_committed_ones_are_adopte
     assert set(runs.values()) == {1}
 
 
-async def test_an_attempt_cut_off_by_a_crash_is_given_up_and_tried_again(tmp_path: Path) -> None:
+async def test_an_attempt_cut_off_by_a_crash_is_abandoned_and_retried(tmp_path: Path) -> None:
     async with collection(tmp_path, good) as b:
         b.run_state.begin_attempt(Attempt("exp-e0-t0-r0", 1))
         (group,) = await b.collect(rollouts=1, retries={})

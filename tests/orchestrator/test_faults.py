@@ -20,7 +20,7 @@ def test_every_interface_method_has_a_wrapper_and_a_fault_declaration() -> None:
         assert not missing, f"{wrapper.__name__} does not forward {missing}"
 
 
-def test_every_error_class_of_ours_is_among_the_faults() -> None:
+def test_every_error_class_is_among_the_faults() -> None:
     def below(parent: type) -> Iterator[type]:
         for child in parent.__subclasses__():
             if child.__module__ == errors.__name__:

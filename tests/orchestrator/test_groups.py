@@ -201,7 +201,7 @@ async def test_a_gateway_that_served_another_run_counts_on(tmp_path: Path) -> No
         assert max(line.staleness for line in run.lines) <= 2
 
 
-async def test_the_halves_may_live_apart_and_die_apart(tmp_path: Path) -> None:
+async def test_collector_and_trainer_may_run_and_crash_separately(tmp_path: Path) -> None:
     async with collection(tmp_path, good) as b:
         run = Run(b, tmp_path / "run", "async", groups=8)
         learning = asyncio.create_task(run.training_loop().run())

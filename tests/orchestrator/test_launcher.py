@@ -47,7 +47,7 @@ class BusyGateway:
         )
 
 
-async def test_an_attempt_given_up_while_its_session_opens_ends_after_it_is_open() -> None:
+async def test_an_attempt_abandoned_while_its_session_opens_ends_after_that() -> None:
     """Else the abort that follows comes first, finds no session, and the session stays open."""
 
     def agent(task: dict[str, Any]) -> float:

@@ -86,7 +86,7 @@ async def never(task: dict[str, Any]) -> float:
     return 1.0
 
 
-async def test_a_cancel_reaches_a_rollout_that_waits_for_a_place(tmp_path: Path) -> None:
+async def test_a_cancel_reaches_a_rollout_that_waits_for_a_slot(tmp_path: Path) -> None:
     async with collection(tmp_path, never) as b, b.runner(concurrency=1) as (_, runner):
         first, second = runner.start(rollout("first")), runner.start(rollout("second"))
         third = runner.start(rollout("third"))

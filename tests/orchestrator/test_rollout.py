@@ -126,7 +126,7 @@ def test_each_deadline_fails_the_attempt_with_its_name(
     assert overdue_failure(Deadlines(attempt_timeout_s=1000.0), where, state(), 4.0) is None
 
 
-def test_time_in_line_is_not_held_against_an_agent_up_to_its_deadline_once_more() -> None:
+def test_queue_time_extends_an_agents_deadline_at_most_twofold() -> None:
     limits, where = Deadlines(attempt_timeout_s=5.0), Progress(rollout_started_at=0.0, launched_at=0.0)
     for told in (1.0, 3.0, 0.5):  # the gateway was started anew, and counts from nought
         where.update_queue_time(state(waited_s=told))
@@ -163,7 +163,7 @@ def test_an_agent_in_the_middle_of_a_model_call_is_neither_silent_nor_dead() -> 
     assert overdue_failure(limits, Progress(rollout_started_at=0.0, launched_at=0.0), busy, 60.0) is None
 
 
-async def test_an_agent_that_says_nothing_for_too_long_is_given_up_and_tried_again(tmp_path: Path) -> None:
+async def test_a_silent_agent_is_abandoned_and_retried(tmp_path: Path) -> None:
     async def agent(task: dict[str, Any], context: Context) -> float:
         await ask_model(context)
         if context.session_id.endswith(".1"):
@@ -180,7 +180,7 @@ async def test_an_agent_that_says_nothing_for_too_long_is_given_up_and_tried_aga
         assert b.run_state.wasted_tokens(["r"]) == first.tokens
 
 
-async def test_a_rollout_whose_life_is_over_is_not_tried_again(tmp_path: Path) -> None:
+async def test_a_rollout_past_its_own_deadline_is_not_retried(tmp_path: Path) -> None:
     async def agent(task: dict[str, Any]) -> float:
         await asyncio.sleep(3600)
         return 1.0
@@ -191,7 +191,7 @@ async def test_a_rollout_whose_life_is_over_is_not_tried_again(tmp_path: Path) -
     assert summary.outcome.failure and "with all its attempts" in summary.outcome.failure.message
 
 
-async def test_a_place_that_never_comes_free_is_a_failure_and_not_a_hang(tmp_path: Path) -> None:
+async def test_a_launch_slot_that_never_becomes_free_is_a_failure(tmp_path: Path) -> None:
     async def agent(task: dict[str, Any]) -> float:
         await asyncio.sleep(1.5)
         return 1.0
@@ -555,7 +555,7 @@ async def test_reading_an_outcome_that_was_committed_writes_no_fence(tmp_path: P
     assert len(data) <= 4 and len(store.gets) <= 8
 
 
-async def test_a_place_that_runs_no_rollouts_is_not_tried_again(tmp_path: Path) -> None:
+async def test_a_program_that_is_no_agent_is_not_retried(tmp_path: Path) -> None:
     class Other(InlineRuntime):
         async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
             raise TaskFailure("it is no rollout app", Reason.NO_AGENT)
@@ -603,7 +603,7 @@ async def test_attempt_without_heartbeats_lives_if_its_runtime_reports_it_runnin
 
 
 @pytest.mark.parametrize("no_turns", ["refuse", "flag"])
-async def test_a_reward_without_a_model_call_is_refused_or_told(
+async def test_a_reward_without_a_model_call_is_refused_or_reported(
     no_turns: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def idle(task: dict) -> float:

@@ -75,7 +75,7 @@ def test_what_a_collector_has_collected_survives_a_wrong_command(
         ((), "val.jsonl", "val.jsonl"),
     ],
 )
-def test_what_is_wrong_with_a_run_that_continues_is_said_before_anything_is_started(
+def test_errors_of_a_resumed_run_are_reported_before_anything_starts(
     more: tuple[str, ...],
     gone: str | None,
     says: str,
@@ -239,7 +239,7 @@ def test_a_name_too_long_for_its_rollouts_is_refused_at_the_start() -> None:
     Attempt(f"{spec.id}-baseline", 99)
 
 
-async def test_a_limiter_file_that_breaks_gives_its_place_back(tmp_path: Path) -> None:
+async def test_a_broken_limiter_file_frees_its_slot(tmp_path: Path) -> None:
     limiter = SharedLimiter(RateLimits(starting=1), tmp_path / "limiter.sqlite")
     async with limiter.launch_slot():
         pass

@@ -67,14 +67,14 @@ def half(payload: dict[str, Any]) -> dict[str, Any]:
     return {"reward": 0.5 * (payload["submission"]["answer"] == "Yes."), "metrics": {"passed": 3.0}}
 
 
-async def test_the_verifiers_reward_counts_and_is_given_for_what_was_handed_in(tmp_path: Path) -> None:
+async def test_the_verifier_rewards_the_submission_and_its_reward_counts(tmp_path: Path) -> None:
     finished, _ = await verified(tmp_path, hand_in, half)
     assert [one.outcome.reward for one in finished] == [0.5, 0.5]
     assert all(one.outcome.metrics["passed"] == 3.0 for one in finished)
     assert all(one.trajectories for one in finished)
 
 
-async def test_a_reward_that_the_agent_returns_is_not_its_to_give(tmp_path: Path) -> None:
+async def test_a_reward_of_the_agent_does_not_count_with_a_verifier(tmp_path: Path) -> None:
     async def greedy(task: dict[str, Any], rollout: Context) -> dict[str, Any]:
         return {"answer": await ask_model(rollout), "reward": 100.0}
 
@@ -82,7 +82,7 @@ async def test_a_reward_that_the_agent_returns_is_not_its_to_give(tmp_path: Path
     assert [one.outcome.reward for one in finished] == [0.5, 0.5]
 
 
-async def test_a_forged_reward_is_refused_and_the_verifiers_stands(
+async def test_a_forged_reward_is_refused_and_the_verifiers_reward_counts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers: list[int] = []
@@ -173,7 +173,7 @@ async def test_verdicts_that_keep_failing_are_the_verifiers_failure_after_their_
         assert "the grader broke" in failure.message
 
 
-async def test_a_verifier_whose_place_breaks_or_hangs_is_followed_by_another(tmp_path: Path) -> None:
+async def test_a_verifier_whose_runtime_breaks_or_hangs_is_followed_by_another(tmp_path: Path) -> None:
     """The first place cannot be launched, the second one dies, the third one hangs, the fourth grades."""
     launched: list[Attempt] = []
 
@@ -208,7 +208,7 @@ async def test_a_verifier_whose_place_breaks_or_hangs_is_followed_by_another(tmp
     assert len(set(launched)) == 4 and {attempt.rollout_id for attempt in launched} == {one.rollout.id}
 
 
-async def test_a_verifier_that_ends_without_a_word_is_followed_by_another(tmp_path: Path) -> None:
+async def test_a_verifier_that_ends_without_a_result_is_followed_by_another(tmp_path: Path) -> None:
     class Mute(InlineRuntime):
         told = 0
 
@@ -233,7 +233,7 @@ async def test_a_verifier_that_ends_without_a_word_is_followed_by_another(tmp_pa
     assert (one.outcome.reward, one.attempts, verifiers.told) == (0.5, 1, 2)
 
 
-async def test_a_failed_verdict_of_a_session_that_takes_several_is_noted_and_decides_nothing(
+async def test_a_failed_verdict_of_a_session_that_takes_several_decides_nothing(
     tmp_path: Path,
 ) -> None:
     names = {"id": "r.1", "rollout_id": "r", "attempt": 1, "group_id": "g", "exp_id": "exp", "input_id": "t"}
@@ -269,7 +269,7 @@ async def test_an_agent_that_fails_is_not_judged(tmp_path: Path) -> None:
     assert graded == []
 
 
-async def test_a_verifier_that_hangs_is_given_up_as_its_own_failure(tmp_path: Path) -> None:
+async def test_a_verifier_that_hangs_is_a_verifier_failure(tmp_path: Path) -> None:
     async def hang(payload: dict[str, Any]) -> float:
         await asyncio.sleep(600)
         return 1.0
@@ -280,7 +280,7 @@ async def test_a_verifier_that_hangs_is_given_up_as_its_own_failure(tmp_path: Pa
         assert "no verdict in 0.5 s" in one.outcome.failure.message
 
 
-async def test_what_was_handed_in_is_graded_by_a_collector_that_comes_later(tmp_path: Path) -> None:
+async def test_a_submission_is_graded_by_a_later_collector(tmp_path: Path) -> None:
     """The first one dies after the agent has handed in, before the verdict."""
 
     grading: list[str] = []

@@ -66,7 +66,7 @@ async def test_a_verifier_that_raises_dies_or_hangs_is_followed_by_one_that_grad
 
 
 @pytest.mark.parametrize("place", [Processes, pytest.param(Sandboxes, marks=needs_bubblewrap)])
-async def test_verifiers_that_all_break_are_told_as_the_verifiers_failure(
+async def test_broken_verifiers_are_reported_as_verifier_failures(
     tmp_path: Path, place: type[Processes | Sandboxes]
 ) -> None:
     plan = {

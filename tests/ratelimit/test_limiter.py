@@ -186,7 +186,7 @@ def test_turns_that_a_busy_machine_takes_late_are_made_up_for(late_s: float) -> 
     assert all(later - first >= 1 for first, later in zip(made, made[25:], strict=False))
 
 
-def test_a_launch_that_raises_gives_its_place_back(limited: Callable[[RateLimits], Limiter]) -> None:
+def test_a_launch_that_raises_frees_its_slot(limited: Callable[[RateLimits], Limiter]) -> None:
     async def main() -> None:
         limiter = limited(RateLimits(rate_per_s=100, starting=1))
         for _ in range(3):
@@ -262,7 +262,7 @@ def test_neither_launches_nor_stops_wait_behind_a_thousand_of_the_other(
     assert run(main()) == pytest.approx(2, abs=0.3)
 
 
-def test_a_stop_does_not_wait_for_a_place(limited: Callable[[RateLimits], Limiter]) -> None:
+def test_a_stop_does_not_wait_for_a_launch_slot(limited: Callable[[RateLimits], Limiter]) -> None:
     async def main() -> float:
         limiter = limited(RateLimits(rate_per_s=10, starting=1))
         async with limiter.launch_slot():

@@ -321,7 +321,7 @@ def test_a_gateway_that_is_gone_ends_training(config: Any, tmp_path: Path) -> No
             made.close()
 
 
-def test_a_gateway_of_the_job_that_ends_is_noticed_at_once_and_told_of(
+def test_the_end_of_a_jobs_gateway_is_noticed_at_once_and_reported(
     config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = GatewayOptions(folder=str(tmp_path / "gateway"))

@@ -111,7 +111,7 @@ async def test_request_to_a_gateway_that_left_gets_503_after_the_hold_timeout():
         assert status == 503 and b"gateway_not_connected" in answer
 
 
-async def test_new_process_gets_the_name_of_one_that_vanished_without_a_word():
+async def test_new_process_gets_the_name_of_one_that_vanished():
     setup, after = Setup(App("before")), App("after")
     async with setup.relay(), setup.client():
         setup.proxy.refuse = True

@@ -210,7 +210,7 @@ class TrlRow:
         self.advantage = advantage
 
 
-def test_TRL_counts_rows_without_an_advantage_apart() -> None:
+def test_TRL_counts_rows_without_an_advantage_separately() -> None:
     both = group(rolled("0", 1.0, Exclusion("x", 7, "aborted")), rolled("1", 1.0))
     given = [TrlRow(owned(f), 0.0) for f in both.finished]
     assert trl_account(both, given, None) == TokenAccount(

@@ -213,7 +213,7 @@ async def test_a_row_names_the_image_whose_agent_runtime_runs_it(sink: Sink, tmp
         ({"endpoint_url": "http://127.0.0.1:9"}, "http://127.0.0.1:9 does not answer"),
     ],
 )
-async def test_what_cannot_work_is_said_before_the_first_launch(
+async def test_impossible_settings_are_reported_before_the_first_launch(
     tmp_path: Path, sandboxed_url: str, given: dict[str, Any], said: str
 ) -> None:
     async with opened(tmp_path, **{"url": sandboxed_url, **given}) as runtime:
@@ -221,7 +221,7 @@ async def test_what_cannot_work_is_said_before_the_first_launch(
             await runtime.check()
 
 
-async def test_an_agent_that_is_not_ready_in_time_or_at_all_is_said_so(tmp_path: Path) -> None:
+async def test_an_agent_that_is_not_ready_in_time_is_reported(tmp_path: Path) -> None:
     async with (
         serving(account=Account(ready_s=5.0)) as url,
         opened(tmp_path, url=url, ready_s=0.5) as runtime,

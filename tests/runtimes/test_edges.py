@@ -63,7 +63,7 @@ async def sink(tmp_path: Path) -> AsyncIterator[Sink]:
 # --- agentcore -------------------------------------------------------------------------------------------
 
 
-async def test_a_launch_that_waits_for_a_place_starts_nothing_once_the_runtime_closes(
+async def test_a_launch_that_waits_for_a_slot_starts_nothing_once_the_runtime_closes(
     sink: Sink, tmp_path: Path
 ) -> None:
     async with serving(sink, pace=Timings(cold_start_s=0.5)) as url:
@@ -91,7 +91,7 @@ async def test_a_session_that_comes_up_while_the_runtime_closes_is_ended(sink: S
         await sink.until_quiet("beat")
 
 
-async def test_a_launch_that_was_stopped_while_it_waited_for_a_place_costs_no_session(
+async def test_a_launch_stopped_while_it_waited_for_a_slot_costs_no_session(
     sink: Sink, tmp_path: Path
 ) -> None:
     async with serving(sink) as url, opened(tmp_path, url=url, sessions=1) as runtime:
@@ -108,7 +108,7 @@ async def test_a_launch_that_was_stopped_while_it_waited_for_a_place_costs_no_se
 
 
 @pytest.mark.parametrize("given", ["rate=0", "stop_rate=-1", "sessions=0", "cold_start_s=-1", "ready_s=0"])
-def test_amounts_that_make_no_sense_are_said_with_their_names(given: str) -> None:
+def test_invalid_amounts_are_named_in_the_error(given: str) -> None:
     name = given.partition("=")[0]
     with pytest.raises(UsageError, match=rf"{name} = .* must be"):
         build({"model": "m", **assigned([f"agentcore.{given}"])}, "the command line")
@@ -124,7 +124,7 @@ class Unsure(InlineRuntime):
         raise Unavailable("the container engine does not answer")
 
 
-async def test_a_place_that_cannot_be_asked_after_a_restart_does_not_end_the_run(tmp_path: Path) -> None:
+async def test_a_runtime_that_cannot_be_asked_after_a_restart_does_not_end_the_run(tmp_path: Path) -> None:
     async with collection(tmp_path, good) as b:
         b.run_state.begin_attempt(Attempt("r", 1))
         spec = Rollout(id="r", exp_id="exp", group_id="g", task=Task("t0", {"n": 0}))
@@ -298,7 +298,7 @@ async def test_a_runtime_that_gets_no_guard_is_closed_again(tmp_path: Path) -> N
 # --- configuration ----------------------------------------------------------------------------------------
 
 
-def test_what_a_run_was_told_is_for_its_owner_alone(tmp_path: Path) -> None:
+def test_the_settings_of_a_run_are_readable_by_its_owner_only(tmp_path: Path) -> None:
     """`env` of a place may hold a key."""
     from afield.cli.train import save_config
 

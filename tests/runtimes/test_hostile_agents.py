@@ -213,7 +213,7 @@ def test_nothing_is_left_behind(run: Run, canaries: Canaries) -> None:
 
 
 @pytest.mark.timeout(800)
-def test_where_nothing_is_kept_apart_the_same_attacks_succeed() -> None:
+def test_without_isolation_the_same_attacks_succeed() -> None:
     attacks = ["secrets", "network", "outside", "signals", "forks", "disk", "reward_file"]
     with watched() as canaries:
         run = Run(canaries, attacks, "--runtime", "process", "--verifier-runtime", "process")
@@ -273,7 +273,7 @@ async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 
 @pytest.mark.anyio
-async def test_an_agent_that_answers_without_end_is_not_heard_to_the_end() -> None:
+async def test_an_endless_answer_of_an_agent_is_cut() -> None:
     tracemalloc.start()
     try:
         async with (

@@ -142,7 +142,7 @@ async def test_session_past_its_job_deadline_fails_with_timeout(kube: FakeKube, 
         await sink.until_quiet("beat")
 
 
-async def test_an_evicted_pod_is_told_with_the_words_of_its_node(kube: FakeKube, sink: Sink) -> None:
+async def test_an_evicted_pod_is_reported_with_the_message_of_its_node(kube: FakeKube, sink: Sink) -> None:
     async with placed(kube, sink) as place:
         attempt = await place.launch({"do": "beat", "say": "last words"})
         await sink.until_told("beat")
@@ -229,7 +229,7 @@ async def test_unschedulable_pod_fails_the_launch_before_its_timeout(
         assert jobs(kube) == []
 
 
-async def test_what_never_serves_is_given_up_with_what_it_printed(kube: FakeKube, sink: Sink) -> None:
+async def test_a_server_that_never_serves_fails_with_its_output(kube: FakeKube, sink: Sink) -> None:
     kube.nodes.images["mute:1"] = [
         sys.executable,
         "-u",

@@ -103,7 +103,9 @@ async def test_a_full_quota_is_no_mistake(kube: FakeKube) -> None:
         ("{}", "cannot be used"),
     ],
 )
-async def test_a_kubeconfig_that_is_none_is_named(tmp_path: Path, text: str | None, said: str) -> None:
+async def test_an_invalid_kubeconfig_is_named_in_the_error(
+    tmp_path: Path, text: str | None, said: str
+) -> None:
     path = tmp_path / "no-config"
     if text is not None:
         path.write_text(text)

@@ -141,7 +141,7 @@ async def test_a_launch_that_failed_is_not_in_the_roster(roster: SessionRegistry
         assert ids(roster) == []
 
 
-async def test_a_launch_that_was_given_up_stays_until_it_is_stopped(roster: SessionRegistry) -> None:
+async def test_an_abandoned_launch_is_kept_until_it_is_stopped(roster: SessionRegistry) -> None:
     place = Elsewhere({})
     place.refuse = anyio.get_cancelled_exc_class()()
     async with TrackedRuntime(place, SessionRegistry(roster.path), "elsewhere") as runtime:

@@ -91,7 +91,7 @@ async def test_the_check_says_how_to_get_bubblewrap(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("allow", ["example.org", "example.org:http", ":80", "example.org:0", "a:70000"])
-def test_an_address_that_is_none_is_refused_at_once(tmp_path: Path, allow: str) -> None:
+def test_an_invalid_address_is_refused_at_once(tmp_path: Path, allow: str) -> None:
     with pytest.raises(UsageError, match="HOST:PORT"):
         sandboxed(tmp_path, allow=(allow,))
 
@@ -139,9 +139,7 @@ async def test_a_gateway_may_have_the_port_that_agents_serve(tmp_path: Path) -> 
 
 
 @needs_bubblewrap
-async def test_too_many_processes_are_told_in_the_log_and_the_rollout_continues(
-    tmp_path: Path, sink: Sink
-) -> None:
+async def test_too_many_processes_are_logged_and_the_rollout_continues(tmp_path: Path, sink: Sink) -> None:
     source = """
 import afield, os, time
 

@@ -67,7 +67,7 @@ def test_selectors_mean_what_they_mean_to_kubernetes(selector: str, fits: bool) 
     assert matches({"metadata": {"labels": {"a": "1", "b": "2"}}}, selector) is fits
 
 
-def test_a_selector_that_is_none_is_refused() -> None:
+def test_an_invalid_selector_is_refused() -> None:
     with pytest.raises(Problem):
         matches({"metadata": {}}, "a = = b")
 

@@ -161,7 +161,7 @@ def test_a_sampler_too_far_from_the_trainer_is_refused_by_its_worst_turn(model_p
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.model.state_dict().items())
 
 
-def test_the_difference_is_told_by_how_exact_prompts_are(model_path):
+def test_the_difference_is_reported_by_prompt_exactness(model_path):
     trained = group(
         recorded("0", 1.0, 1, tier="bridge"),
         recorded("1", 0.0, 2, tier="bridge"),

@@ -203,7 +203,7 @@ def rescored(model, row: Trajectory) -> float:
     return sum(float(logits[place - 1, row.token_ids[place]]) for place in owned)
 
 
-def test_the_report_says_how_far_sampler_and_trainer_are_apart_before_the_update(model_path):
+def test_the_report_has_the_sampler_trainer_difference_before_the_update(model_path):
     trained = group_of([1.0, 0.0], version=3)
     row = trained.finished[0].trajectories[0]
     for settings in ({}, {"minibatches": 2, "epochs": 3}):

@@ -140,7 +140,7 @@ def test_a_family_trains_as_a_tree_with_the_gradient_of_padded_rows(tmp_path, fa
 
 
 @pytest.mark.parametrize("family", PADDED)
-def test_a_family_that_no_tree_fits_is_padded_and_that_is_said(tmp_path, family, caplog):
+def test_a_model_family_without_tree_support_is_padded_and_logged(tmp_path, family, caplog):
     path = build(tmp_path / "model", *PADDED[family])
     with caplog.at_level(logging.WARNING, "afield.trainers"):
         policy = PolicyModel(path, device=CPU)

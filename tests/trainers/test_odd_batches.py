@@ -174,7 +174,7 @@ def test_too_little_memory_says_what_to_do(model_path: Path) -> None:
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
-def test_a_step_that_teaches_nothing_tells_how_far_sampler_and_trainer_are_apart(
+def test_a_step_without_gradient_reports_the_sampler_trainer_difference(
     model_path: Path, minibatches: int
 ) -> None:
     flat = group_of([0.5, 0.5])
@@ -257,7 +257,7 @@ def test_data_whose_advantages_do_not_line_up_is_refused_by_rollout_and_turn(
 
 
 @pytest.mark.parametrize("lr", [math.nan, math.inf, -1.0])
-def test_a_learning_rate_that_is_none_breaks_no_weights(
+def test_an_invalid_learning_rate_changes_no_weights(
     tuner: Tuner, replies: list[SampledReply], lr: float
 ) -> None:
     tuner.forward_backward([reply.to_row(1.0) for reply in replies])

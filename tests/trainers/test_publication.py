@@ -381,7 +381,7 @@ def test_engines_of_several_dtypes_get_what_all_can_hold() -> None:
     assert common_dtype(["float16", ""]) == ""
 
 
-def test_a_step_s_line_says_how_far_apart_sampler_and_trainer_are() -> None:
+def test_a_steps_line_shows_the_sampler_trainer_difference() -> None:
     told = precision({"logprob_diff": 0.03, "logprob_diff_times_control": 1.04, "update_kept": 0.998})
     assert told == "  logprob diff 3.0e-02 (1x expected)  update kept 100%"
     assert precision({}) == ""

@@ -256,7 +256,7 @@ def test_the_learning_rate_that_counts_is_the_one_given_last(model_path, tmp_pat
         assert moved(still, 1e-2) > 0
 
 
-def test_weights_and_states_do_not_take_the_place_of_a_file(tuner, tmp_path):
+def test_weights_and_states_do_not_overwrite_a_file(tuner, tmp_path):
     notes = tmp_path / "notes.txt"
     notes.write_text("a week's work")
     for save in (tuner.save_weights, tuner.save_state):
