@@ -123,6 +123,19 @@ class Case(NamedTuple):
 # --- ways to break a run ---------------------------------------------------------------------------
 
 
+def evaluated(agent: str, name: str) -> Break:
+    """An evaluation of the demo's policy."""
+
+    def make(folder: Folder) -> str:
+        folder.afield(
+            *("eval", f"{AGENTS}:{agent}", "--model", POLICY, "--tasks", folder.tasks, "--run", name),
+            *("--attempts", 4, "--temperature", 1, "--json"),
+        )
+        return name
+
+    return make
+
+
 def scripted(
     agent: str, script: Sequence[dict[str, Any]] = SOUND, *options: object, fails: bool = False
 ) -> Break:
@@ -377,6 +390,7 @@ CASES: tuple[Case, ...] = (
             fails=True,
         ),
     ),
+    Case("constant_reward", "the reward of an evaluation is always 0", evaluated("worthless", "broken")),
     Case(
         "truncation_as_success",
         "the reward looks for a word that comes first",
@@ -430,14 +444,6 @@ def client_run(folder: Folder) -> str:
     return "client"
 
 
-def evaluation(folder: Folder) -> str:
-    folder.afield(
-        *("eval", f"{AGENTS}:shop_agent", "--model", POLICY, "--tasks", folder.tasks, "--run", "eval"),
-        *("--attempts", 4, "--temperature", 1, "--json"),
-    )
-    return "eval"
-
-
 HEALTHY: tuple[Case, ...] = (
     Case("healthy", "demo on the embedded engine", demo("--steps", 4)),
     Case(
@@ -446,7 +452,7 @@ HEALTHY: tuple[Case, ...] = (
         demo("--steps", 4, "--mode", "async", "--agent", "strands"),
     ),
     Case("healthy", "client", client_run),
-    Case("healthy", "evaluation", evaluation),
+    Case("healthy", "evaluation", evaluated("shop_agent", "eval")),
     Case(
         "healthy",
         "frozen, with a verifier",

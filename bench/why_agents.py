@@ -303,6 +303,12 @@ def constant(task: dict[str, Any], rollout: afield.Context) -> float:
 
 
 @afield.agent
+def worthless(task: dict[str, Any], rollout: afield.Context) -> float:
+    shop_agent(task, rollout)
+    return 0.0
+
+
+@afield.agent
 def takes_its_time(task: dict[str, Any], rollout: afield.Context) -> float:
     """Every other task ends four steps of the run after its last model call, whatever the machine's speed."""
 

@@ -12,7 +12,7 @@ import pytest
 
 from afield.diagnosis.evidence import STAGES, RolloutFacts, RunEvidence
 from afield.diagnosis.registry import CLASSES, diagnose
-from afield.orchestrator.state import RunDirectory, RunInfo
+from afield.orchestrator.state import RunDirectory, RunInfo, RunKind
 from support.random_groups import Maker
 
 FACTS: dict[str, Any] = {
@@ -36,10 +36,16 @@ def rollout(n: int, **fields: Any) -> RolloutFacts:
     return RolloutFacts(**{**FACTS, **values, **fields, "facts": facts})
 
 
-def evidence(path: Path, rollouts: Iterable[RolloutFacts], steps: list[dict[str, Any]] | None = None) -> Any:
+def evidence(
+    path: Path,
+    rollouts: Iterable[RolloutFacts],
+    steps: list[dict[str, Any]] | None = None,
+    *,
+    kind: RunKind = "train",
+) -> Any:
     run = RunDirectory(path / "run")
     run.path.mkdir()
-    run.write_info(RunInfo(kind="train"))
+    run.write_info(RunInfo(kind=kind))
     for line in steps or []:
         run.append_metrics(line)
     run.index.refresh()
@@ -81,6 +87,25 @@ def test_a_lower_stage_ranks_before_its_effects(tmp_path: Path) -> None:
     rollouts = [rollout(n, reward=0.0, facts={"engine_failed_end": 1}) for n in range(64)]
     found = names(evidence(tmp_path, rollouts))
     assert found == ["infrastructure_zeros", "all_equal_rewards"]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "tasks", "found"),
+    [
+        ([0.0] * 64, 8, True),
+        ([0.5] * 64, 8, True),
+        ([0.0] * 63 + [1.0], 8, False),
+        ([1.0] * 64, 8, False),  # all tasks may be solved
+        ([0.0] * 15, 8, False),
+        ([0.0] * 64, 3, False),
+    ],
+)
+def test_a_constant_reward_of_an_evaluation_is_a_finding(
+    tmp_path: Path, rewards: list[float], tasks: int, found: bool
+) -> None:
+    rollouts = [rollout(n, reward=reward, task_id=f"t{n % tasks}") for n, reward in enumerate(rewards)]
+    run = evidence(tmp_path, rollouts, kind="eval")
+    assert names(run) == (["constant_reward"] if found else [])
 
 
 def test_a_solved_task_is_no_finding(tmp_path: Path) -> None:

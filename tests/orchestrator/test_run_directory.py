@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from afield.datasets import read_tasks
 from afield.errors import UsageError
 from afield.orchestrator.groups import Schedule
-from afield.orchestrator.state import STEP_STATE_FILE, RunDirectory, StepState, find_run
+from afield.orchestrator.state import STEP_STATE_FILE, RunDirectory, RunInfo, RunKind, StepState, find_run
 from afield.settings.train import TrainConfig, train_config
 from afield.types import Task
 
@@ -89,6 +89,19 @@ def test_runs_are_found_by_name_path_or_age(tmp_path: Path) -> None:
     assert find_run(tmp_path, "b").id == find_run(tmp_path, str(tmp_path / "b")).id == "b"
     with pytest.raises(UsageError, match="a, b"):
         find_run(tmp_path, "c")
+
+
+def test_the_newest_run_of_a_program_is_found_whatever_its_name(tmp_path: Path) -> None:
+    kinds: dict[str, RunKind] = {"shop": "train", "train-before": "eval", "other": "demo"}
+    for name, kind in kinds.items():
+        RunDirectory(tmp_path / name).path.mkdir()
+        RunDirectory(tmp_path / name).write_info(RunInfo(kind=kind))
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "info.json").write_text("{")
+    assert find_run(tmp_path, "latest", "train").id == "shop"
+    assert find_run(tmp_path, "latest", "demo").id == "other"
+    with pytest.raises(UsageError, match=r"no run under .* is of `afield client`"):
+        find_run(tmp_path, "latest", "client")
 
 
 @given(st.integers(1, 30), st.integers(1, 7), st.integers(0, 5))

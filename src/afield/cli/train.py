@@ -23,7 +23,7 @@ from afield.datasets import read_tasks
 from afield.errors import AfieldError, NoRewards, UsageError
 from afield.jobs.tracking import Tracking
 from afield.jobs.training import RunRole, training
-from afield.orchestrator.state import RunDirectory, RunInfo, find_run, write_whole
+from afield.orchestrator.state import RunDirectory, RunInfo, RunKind, find_run, write_whole
 from afield.orchestrator.training_loop import StepMetrics
 from afield.settings.environment import Environment
 from afield.settings.train import (
@@ -111,7 +111,7 @@ def tasks_of(config: TrainConfig) -> list[Task]:
 
 def start(
     args: argparse.Namespace,
-    kind: str,
+    kind: RunKind,
     defaults: dict[str, Any],
     make_tasks: Callable[[TrainConfig], list[Task]],
     around: Callable[[RunDirectory, TrainConfig], AbstractContextManager[None]] | None = None,
@@ -135,7 +135,7 @@ def start(
 
 def prepare(
     args: argparse.Namespace,
-    kind: str,
+    kind: RunKind,
     defaults: dict[str, Any],
     make_tasks: Callable[[TrainConfig], list[Task]],
     environment: Environment,
@@ -149,12 +149,12 @@ def prepare(
     if args.resume:
         run = find_run(runs, args.resume, kind)
     if run.config.exists():
-        return run, *resume(run, args, environment), False
+        return run, *resume(run, args, kind, environment), False
     config, tasks = checked(args, defaults, make_tasks)
     check_gateway(args, config, environment)
     with run.locked("create", wait=True):
         if run.config.exists():  # the process of the other role created it
-            return run, *resume(run, args, environment), False
+            return run, *resume(run, args, kind, environment), False
         run.durable = config.durable
         run.write_tasks(tasks)
         save_config(run, config)
@@ -162,10 +162,10 @@ def prepare(
     return run, config, tasks, True
 
 
-def info_of(config: TrainConfig, kind: str) -> RunInfo:
+def info_of(config: TrainConfig, kind: RunKind) -> RunInfo:
     """Description of a training run."""
     return RunInfo(
-        kind="demo" if kind == "demo" else "train",
+        kind=kind,
         agent=config.agent or config.runtime,
         model=config.model,
         tasks=config.tasks,
@@ -244,11 +244,15 @@ def check_tables(config: TrainConfig, assigned: dict[str, Any]) -> None:
 
 
 def resume(
-    run: RunDirectory, args: argparse.Namespace, environment: Environment
+    run: RunDirectory, args: argparse.Namespace, kind: RunKind, environment: Environment
 ) -> tuple[TrainConfig, list[Task]]:
     """The settings of a run to resume: those it was started with; only a few may change."""
     if args.config and args.resume:
         raise UsageError("--resume keeps the settings of the run: leave --config out")
+    if run.info.kind != kind:
+        raise UsageError(
+            f"run {run.id} is of `afield {run.info.kind}`, not of `afield {kind}`; name another run"
+        )
     config = saved_config(run)
     layers = train_layers(args.config, flag_layer(args, TrainConfig, args.set or ()))
     changes = layers.values
@@ -294,7 +298,7 @@ async def train(
     role: RunRole,
     admin_key: str | None,
     *,
-    kind: str,
+    kind: RunKind,
     as_json: bool,
 ) -> int:
     from afield import factory

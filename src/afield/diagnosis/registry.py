@@ -58,6 +58,7 @@ CLASSES: tuple[DiagnosisClass, ...] = (
     DiagnosisClass(logprobs.diverged_policy, "logprobs", single=False),
     DiagnosisClass(advantage.all_equal_rewards, "advantage"),
     DiagnosisClass(reward.verifier_failures, "reward"),
+    DiagnosisClass(reward.constant_reward, "reward", single=False),
     DiagnosisClass(reward.truncation_as_success, "reward"),
     DiagnosisClass(reward.reward_follows_length, "reward", single=False),
 )

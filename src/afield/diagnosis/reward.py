@@ -14,6 +14,8 @@ MIN_CORRELATION = 0.7
 """Correlation of reward and length within groups that its interval must exceed."""
 MIN_ROLLOUTS = 32
 """Rollouts that a correlation needs."""
+MIN_CONSTANT, MIN_TASKS = 16, 4
+"""Attempts and tasks with the same reward that make it suspicious."""
 
 
 def verifier_failures(run: RunEvidence) -> Finding | None:
@@ -31,6 +33,27 @@ def verifier_failures(run: RunEvidence) -> Finding | None:
         rollouts=examples(failed),
         files=("logs/",),
         commands=("afield show {run} --failed",),
+    )
+
+
+def constant_reward(run: RunEvidence) -> Finding | None:
+    """The same reward below 1 for all attempts at many tasks, in a run that does not train."""
+    rewarded = [rollout for rollout in run.rollouts if rollout.reward is not None]
+    rewards = {rollout.reward for rollout in rewarded}
+    tasks = {rollout.task_id for rollout in rewarded}
+    if run.trains or len(rewards) != 1 or len(rewarded) < MIN_CONSTANT or len(tasks) < MIN_TASKS:
+        return None
+    (reward,) = rewards
+    if reward is None or reward >= 1.0:
+        return None  # all tasks may be solved
+    return Finding(
+        problem=f"all attempts at {len(tasks)} tasks get the reward {reward:g}, so that it tells nothing about the"
+        " model",
+        evidence=(f"{len(rewarded)} of {len(rewarded)} rewards are {reward:g}",),
+        remedy="check the reward with `afield show RUN ROLLOUT`; if it is right, these tasks are too hard for"
+        " the model: evaluate on easier ones",
+        rollouts=examples(rewarded),
+        commands=("afield show {run} --rollouts",),
     )
 
 

@@ -848,18 +848,29 @@ def _remove(directory: Path) -> None:
     shutil.rmtree(removed, ignore_errors=True)
 
 
-def list_runs(runs: Path, kind: str = "") -> list[RunDirectory]:
-    """Runs under a directory, oldest first; `kind` is a prefix of their names."""
-    directories = [run for path in runs.glob(f"{kind}*") if (run := RunDirectory(path)).is_run]
+def list_runs(runs: Path, kind: RunKind | None = None) -> list[RunDirectory]:
+    """Runs under a directory, oldest first; with `kind`, those that this program made."""
+    directories = [run for path in runs.glob("*") if (run := RunDirectory(path)).is_run]
+    if kind is not None:
+        directories = [run for run in directories if _made_by(run, kind)]
     return sorted(directories, key=lambda run: run.touched)
 
 
-def find_run(runs: Path, name: str, kind: str = "") -> RunDirectory:
-    """Find a run by id or path; `latest` is the newest of its kind under `runs`."""
+def _made_by(run: RunDirectory, kind: RunKind) -> bool:
+    try:
+        return run.info.kind == kind
+    except UsageError:  # a damaged run must not hide the others
+        return False
+
+
+def find_run(runs: Path, name: str, kind: RunKind | None = None) -> RunDirectory:
+    """Find a run by id or path; `latest` is the newest, with `kind` the newest that this program made."""
     if name == "latest":
-        if not (candidates := list_runs(runs, kind)):
-            raise UsageError(f"there is no run under {runs} yet: start one with `afield demo`")
-        return candidates[-1]
+        if candidates := list_runs(runs, kind):
+            return candidates[-1]
+        if kind is not None and list_runs(runs):
+            raise UsageError(f"no run under {runs} is of `afield {kind}`: name a run, or start one")
+        raise UsageError(f"there is no run under {runs} yet: start one with `afield demo`")
     for path in (Path(name), runs / name):
         if (run := RunDirectory(path)).is_run:
             return run
