@@ -48,9 +48,9 @@ pip() { PIP_DISABLE_PIP_VERSION_CHECK=1 .venv/bin/python -m pip "$@"; }
 # torch first and pinned: left to a resolver it may bring gigabytes of CUDA libraries to a laptop without a GPU.
 echo "  torch ..."
 pip install -q -c constraints.txt torch
-# xgrammar alone: it asks for Triton (0.3 GB), which it needs on a GPU only.
-pip install -q -c constraints.txt --no-deps apache-tvm-ffi xgrammar
 echo "  afield, its extras and the development tools ..."
 pip install -q -c constraints.txt -e '.[dev]'
+# xgrammar alone: it asks for Triton (0.3 GB), which it needs on a GPU only. Last, so that pip does not report Triton as missing.
+pip install -q -c constraints.txt --no-deps apache-tvm-ffi xgrammar
 touch .venv/.ready
 echo "ready: .venv/bin/afield"

@@ -259,6 +259,7 @@ def test_more_attempts_than_asked_for_all_count(tmp_path: Path, run_command: Run
     assert list(result["pass_at"]) == ["1", "2", "3"]
     err = run_command("eval", "--run", "e", "-k", 1)[2]
     assert "12 of 12 attempts of 4 tasks count; left out 0" in err and "cost " in err
+    assert "this run is finished: its saved attempts count again" in err
 
 
 @pytest.mark.parametrize(

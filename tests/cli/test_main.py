@@ -29,10 +29,20 @@ def test_the_commands_are_listed_without_arguments(run_command: RunCommand) -> N
     assert code == 2 and "train your agent" in err and "list running sessions" in err
 
 
-def test_an_unknown_option_is_refused_in_two_lines_with_the_nearest_one(run_command: RunCommand) -> None:
-    code, _, err = run_command("train", "agent.py:agent", "--stepz=3")
-    error = "afield train: unknown argument --stepz=3; did you mean --steps?"
+@pytest.mark.parametrize("option", ["--stepz=3", "--step=3"])
+def test_an_unknown_option_is_refused_in_two_lines_with_the_nearest_one(
+    option: str, run_command: RunCommand
+) -> None:
+    code, _, err = run_command("train", "agent.py:agent", option)
+    error = f"afield train: unknown argument {option}; did you mean --steps?"
     assert code == 2 and err.splitlines() == [error, "see afield train --help"]
+
+
+def test_an_unknown_command_or_choice_is_refused_with_the_nearest_one(run_command: RunCommand) -> None:
+    code, _, err = run_command("evl")
+    assert code == 2 and "unknown 'evl'; did you mean eval?" in err
+    code, _, err = run_command("train", "agent.py:agent", "--role", "lern")
+    assert code == 2 and "unknown 'lern'; did you mean learn?" in err
 
 
 MODEL = ("--model", POLICY)

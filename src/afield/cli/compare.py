@@ -154,7 +154,8 @@ def describe(difference: Difference) -> str:
     text = f"difference {estimate.mean:+.3f} over {estimate.tasks} common tasks"
     if estimate.low is None or estimate.high is None or difference.p_value is None:
         return f"{text}; a test needs at least two"
+    p = "p < 0.001" if difference.p_value < 0.001 else f"p = {difference.p_value:.3g}"
     return (
-        f"{text}, 95 % interval {estimate.low:+.3f} to {estimate.high:+.3f}, p = {difference.p_value:.3g}"
+        f"{text}, 95 % interval {estimate.low:+.3f} to {estimate.high:+.3f}, {p}"
         f" (paired t-test by task); better in {difference.better}, worse in {difference.worse}"
     )

@@ -110,10 +110,15 @@ def run(args: argparse.Namespace) -> int:
     else:
         prices = {name: getattr(config, name) for name in PriceSettings.__struct_fields__}
         save_config(run_path, structs.replace(saved_config(run_path), **prices))
-    screen = EvaluationProgress(config.val_rollouts * len(tasks))
+    screen = EvaluationProgress(config.val_rollouts * len(tasks), resumed=not new)
     screen.say(
         f"afield eval {run_path.id}  agent {short(info.agent)}  {len(tasks)} tasks x {config.val_rollouts}"
     )
+    if run_path.summary.exists():
+        screen.say(
+            "this run is finished: its saved attempts count again, also if the agent has changed;"
+            " to measure anew, give another --run"
+        )
     try:
         asyncio.run(_evaluate(config, run_path, tasks, info, screen, environment))
     except (AfieldError, OSError, BaseExceptionGroup):
@@ -297,8 +302,9 @@ def check(config: TrainConfig, endpoint: str, environment: Environment) -> None:
 class EvaluationProgress:
     """Prints the progress of an evaluation to stderr; an observer of rollouts."""
 
-    def __init__(self, attempts: int) -> None:
+    def __init__(self, attempts: int, *, resumed: bool) -> None:
         self._attempts = attempts
+        self._resumed = resumed
         self._finished = 0
         self._failures: Counter[str] = Counter()
         self._began = time.monotonic()
@@ -318,10 +324,8 @@ class EvaluationProgress:
     def rollout_finished(self, result: RolloutResult) -> None:
         self._finished += 1
         if self._finished % max(1, self._attempts // 10) == 0:
-            self.say(
-                f"{self._finished} attempts of {self._attempts} ended here,"
-                f" {time.monotonic() - self._began:.0f} s"
-            )
+            count = f"{self._finished} more" if self._resumed else f"{self._finished} of {self._attempts}"
+            self.say(f"{count} attempts ended, {time.monotonic() - self._began:.0f} s")
 
 
 def report(

@@ -15,7 +15,20 @@ from afield.settings.values import SettingsLayer, assigned, merged, with_paths
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argument parser that reports errors in one line, with the nearest flag."""
+    """An argument parser that reports errors in one line, with the nearest flag or choice.
+
+    Flags cannot be abbreviated: `--step` is an error, not `--steps`.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **options})
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        choices = [str(choice) for choice in action.choices or ()]
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        if near and near[0] != str(value):
+            raise argparse.ArgumentError(action, f"unknown {value!r}; did you mean {near[0]}?")
+        super()._check_value(action, value)
 
     def refuse(self, extra: list[str]) -> NoReturn:
         words = ", ".join(extra)

@@ -59,6 +59,8 @@ class Screen:
         self._say(f"[bold]afield[/] run [cyan]{self._run.id}[/]  agent {agent}")
         if self._steps_done:
             self._say(f"resuming after step {self._steps_done} of {self._config.steps}")
+        if self._run.summary.exists() and self._steps_done >= self._config.steps:
+            self._say("this run is finished: --steps continues it, and another --run starts a new one")
         self._say("starting gateway, engine, agents and trainer ...")
         return self
 
@@ -138,7 +140,7 @@ class Screen:
         elif line.trained and not self._updated and not self._config.freeze_weights:
             yield (
                 "no updates so far: the rewards within each group are equal."
-                " Try more rollouts per task, a higher temperature or other tasks"
+                " Check the reward, or try more rollouts per task, a higher temperature or other tasks"
             )
 
     def _warn_of_exclusions(self, line: StepMetrics) -> None:

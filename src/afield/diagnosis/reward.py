@@ -47,7 +47,7 @@ def constant_reward(run: RunEvidence) -> Finding | None:
     if reward is None or reward >= 1.0:
         return None  # all tasks may be solved
     return Finding(
-        problem=f"all attempts at {len(tasks)} tasks get the reward {reward:g}, so that it tells nothing about the"
+        problem=f"all attempts at {len(tasks)} tasks get the reward {reward:g}, which tells nothing about the"
         " model",
         evidence=(f"{len(rewarded)} of {len(rewarded)} rewards are {reward:g}",),
         remedy="check the reward with `afield show RUN ROLLOUT`; if it is right, these tasks are too hard for"

@@ -62,14 +62,18 @@ def integer(query: Query, name: str, default: int) -> int:
 
 
 def run_summary(run: RunData) -> dict[str, Any]:
-    """Line of the list of runs."""
+    """Line of the list of runs; the reward is that of the last step, or of all rollouts without steps."""
     settings = run.settings()
     split = "val" if settings.get("kind") == "eval" else "train"
     [row] = run.query(
-        "SELECT count(*) AS rollouts, avg(reward) AS reward, max(step) AS step, min(started) AS started,"
-        " max(ended) AS ended, coalesce(sum(failure_kind IS NOT NULL), 0) AS failed"
-        " FROM rollouts WHERE split=?",
+        "SELECT count(*) AS rollouts, max(step) AS step, min(started) AS started, max(ended) AS ended,"
+        " coalesce(sum(failure_kind IS NOT NULL), 0) AS failed FROM rollouts WHERE split=?",
         split,
+    )
+    [last] = run.query(
+        "SELECT avg(reward) AS reward FROM rollouts"
+        " WHERE split=? AND step IS (SELECT max(step) FROM rollouts WHERE split=?)",
+        *(split, split),
     )
     if split == "val":
         row["step"] = None
@@ -80,6 +84,7 @@ def run_summary(run: RunData) -> dict[str, Any]:
         "split": split,
         **settings,
         **row,
+        **last,
     }
 
 

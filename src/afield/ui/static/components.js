@@ -78,7 +78,7 @@ export function Loaded({ state, children }) {
 // --- formats -----------------------------------------------------------------------------------------
 
 export const isNumber = (x) => typeof x === "number" && !Number.isNaN(x);
-export const fixed = (x, digits = 3) => (isNumber(x) ? x.toFixed(digits).replace(/\.?0+$/, "") : "–");
+export const fixed = (x, digits = 3) => (isNumber(x) ? x.toFixed(digits).replace(/\.?0+$/, "").replace(/^-0?$/, "0") : "–");
 export const percent = (x) => (isNumber(x) ? `${(100 * x).toFixed(x > 0 && x < 0.1 ? 2 : 1)} %` : "–");
 const twoDigits = (x) => String(x).padStart(2, "0");
 

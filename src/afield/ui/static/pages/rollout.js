@@ -25,14 +25,14 @@ function RolloutView({ run, data, tokens, query }) {
   const values = () => getJson(api.of(run, "values", data.id));
   return html`
     <div class="title"><h1>${data.id}</h1><${Badge} name=${data.fate} />
-      <span class="muted">step ${data.step ?? "–"} · attempt ${data.attempt} of ${data.attempts} · ${data.split}</span>
+      <span class="muted">step ${data.step ?? "–"} · ${data.attempts > 1 ? `attempt ${data.attempt} of ${data.attempts} · ` : ""}${data.split}</span>
       <span>${data.previous && html`<${Link} to=${["r", run, "o", data.previous]} title="previous ([)">‹ previous</${Link}>`}${" "}
       ${data.next && html`<${Link} to=${["r", run, "o", data.next]} title="next (])">next ›</${Link}>`}</span></div>
     <div class="tiles">
       <${Tile} title="reward" value=${fixed(data.reward)} note=${[...Object.entries(data.rewards), ...Object.entries(data.metrics)].map(([k, v]) => `${k} ${fixed(v)}`).join(" · ")} />
       <${Tile} title="advantage" value=${fixed(data.advantage)} note=${html`<${Link} to=${["r", run, "g", data.group_id]}>group ${data.group_id}</${Link}>`} />
       <${Tile} title="tokens sampled" value=${count(data.sampled_tokens)} note=${`${count(data.trained_tokens)} trainable, ${count(data.excluded_tokens)} excluded`} />
-      <${Tile} title="turns" value=${data.turns.length} note=${`${data.branches} branches, ${data.tool_calls} tool calls`} />
+      <${Tile} title="turns" value=${data.turns.length} note=${`${data.branches} ${data.branches === 1 ? "branch" : "branches"}, ${data.tool_calls} tool calls`} />
       <${Tile} title="time" value=${seconds(data.seconds)} note=${`model ${seconds(data.model_s)}, tools ${seconds(data.tool_s)}`} />
       <${Tile} title="versions" value=${data.min_version == null ? "–" : data.min_version === data.max_version ? `v${data.min_version}` : `v${data.min_version}–v${data.max_version}`} note=${data.stop_reason} />
     </div>
