@@ -241,8 +241,8 @@ def _simulate(args: argparse.Namespace, model: Architecture, workload: Workload)
         request = request._replace(workload=msgspec.structs.replace(workload, context=int(longest)))
     if request.workload.context > model.context:
         raise UsageError(
-            f"context = {request.workload.context} is more than the model's {model.context} tokens, and a rollout"
-            f" has {longest:.0f} on average; lower --turns, --reply-tokens or --tool-tokens"
+            f"context = {request.workload.context} is more than the model's {model.context} tokens; a rollout"
+            f" has {longest:.0f} on average. Lower --turns, --reply-tokens or --tool-tokens"
         )
     plans = [
         plan_loop(request, gpus, mode, _staleness(args, mode))
@@ -313,8 +313,8 @@ def simulation_lines(request: LoopRequest, plans: Sequence[LoopPlan]) -> Iterato
     )
     yield (
         f"{load.agents:,} agents; a step is {load.tasks_per_step:,} groups of {load.rollouts} rollouts of"
-        f" {load.turns.mean:g} turns, {load.reply.mean:g} tokens per reply and {load.tool_s.mean:g} s of tools"
-        " per turn"
+        f" {load.turns.mean:g} turns, {load.reply.mean:g} tokens per reply,"
+        f" {load.tool_s.mean:g} s of tools per turn"
     )
     yield ""
     head = ("gpus", "mode", "trainer + engines", "s/step", "tokens/s", "engines busy", "trainer busy")

@@ -47,8 +47,8 @@ from afield.planning.simulation import (
 
 PILOT_REPLICAS = 4
 """Replicas of the simulations that compare divisions of the GPUs."""
-PILOT_AGENTS = 64
-"""Least agents of such a simulation."""
+PILOT_AGENTS = (64, 2000)
+"""Least and most agents of such a simulation, where a replica has fewer."""
 GATEWAY_LOAD = 0.6
 """Share of a gateway process's event loop that is planned for (`bench/sizing.py`)."""
 MAX_SEQUENCES = {"vllm": 256, "torch": 512}
@@ -110,7 +110,7 @@ class LoopRequest(NamedTuple):
     steps: int = 2
     seed: int = 0
     trainer_gpus: int | None = None
-    """GPUs of the trainer; None tries powers of two."""
+    """GPUs of the trainer; None looks for the fastest division."""
     gateway_processes: int | None = None
     """Gateway processes; None takes as many as the load needs."""
 
@@ -124,9 +124,8 @@ def plan_loop(request: LoopRequest, gpus: Gpus, mode: Mode, staleness: int) -> L
             f"gpus = {gpus} hold no loop in mode {mode}: {'; '.join(refused[-2:]) or 'one GPU is too few'};"
             " give more or larger GPUs, another --trainer-gpus, or --lora RANK"
         )
-    pilots = [(_pilot(request, cluster, mode, staleness), cluster) for cluster in clusters]
-    best, cluster = max(pilots, key=lambda pair: pair[0].forecast.sampled_per_s / pair[0].agents)
-    processes = request.gateway_processes or _processes(best, cluster, request)
+    cluster, pilot = _fastest(request, clusters, mode, staleness)
+    processes = request.gateway_processes or _processes(pilot, cluster, request)
     times = loop_times(request, cluster, mode, staleness, processes)
     forecast = simulate(times)
     return LoopPlan(
@@ -181,9 +180,17 @@ def loop_times(
 # --- divisions of the GPUs ------------------------------------------------------------------------
 
 
+def trainer_counts(count: int) -> list[int]:
+    """Numbers of trainer GPUs that are tried: powers of two, and every eighth of the GPUs."""
+    eighths = {count * n // 8 for n in range(1, 8)}
+    return sorted(({*powers_of_two(count), *eighths}) - {0})
+
+
 def _clusters(request: LoopRequest, gpus: Gpus, mode: Mode, refused: list[str]) -> Iterator[LoopCluster]:
     chosen = request.trainer_gpus
-    for trainers in powers_of_two(gpus.count) if chosen is None else [chosen]:
+    if chosen is not None and chosen > gpus.count:
+        raise UsageError(f"trainer_gpus = {chosen} is more than the {gpus.count} GPUs of {gpus}; lower it")
+    for trainers in trainer_counts(gpus.count) if chosen is None else [chosen]:
         if trainers < gpus.count:
             yield from _cluster(request, gpus, trainers, refused, colocated=False)
         elif (mode == "sync" and request.workload.engine == "vllm") or gpus.count == 1:
@@ -238,6 +245,30 @@ def cache_tokens(model: Architecture, workload: Workload, room: int, tensor_para
 # --- simulations of a part ------------------------------------------------------------------------
 
 
+def _fastest(
+    request: LoopRequest, clusters: list[LoopCluster], mode: Mode, staleness: int
+) -> tuple[LoopCluster, _Pilot]:
+    """The division that samples most tokens per second, and its pilot.
+
+    Divisions are in the order of the trainer's GPUs. From the middle one the search goes on while it finds
+    faster ones; shared GPUs are compared in any case.
+    """
+    pilots: dict[int, _Pilot] = {}
+
+    def rate(index: int) -> float:
+        if index not in pilots:
+            pilots[index] = _pilot(request, clusters[index], mode, staleness)
+        return pilots[index].forecast.sampled_per_s / pilots[index].agents
+
+    apart = [n for n, cluster in enumerate(clusters) if not cluster.colocated]
+    best = apart[len(apart) // 2] if apart else 0
+    for step in (-1, 1):
+        while best + step in apart and rate(best + step) > rate(best):
+            best += step
+    best = max([best, *(n for n, cluster in enumerate(clusters) if cluster.colocated)], key=rate)
+    return clusters[best], pilots[best]
+
+
 class _Pilot(NamedTuple):
     """A simulation of a part, and the agents that it has."""
 
@@ -248,11 +279,11 @@ class _Pilot(NamedTuple):
 def _pilot(request: LoopRequest, cluster: LoopCluster, mode: Mode, staleness: int) -> _Pilot:
     """A few replicas with their share of agents, tasks and trainer."""
     load, replicas = request.load, cluster.replicas
-    least = min(load.agents, max(PILOT_AGENTS, load.rollouts))
-    few = min(replicas, max(PILOT_REPLICAS, math.ceil(replicas * least / load.agents)))
+    least, most = (replicas * agents / load.agents for agents in PILOT_AGENTS)
+    few = min(replicas, max(1, min(PILOT_REPLICAS, int(most)), math.ceil(least)))
     tasks = max(1, round(load.tasks_per_step * few / replicas))
     share = tasks / load.tasks_per_step
-    agents = max(1, round(load.agents * share))
+    agents = max(1, round(load.agents * few / replicas))
     times = loop_times(request, cluster, mode, staleness, few if cluster.shares_gateway else agents)
     return _Pilot(
         simulate(

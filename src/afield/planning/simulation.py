@@ -163,7 +163,7 @@ class LoopForecast(Struct, frozen=True, kw_only=True):
     step_s: float
     """Mean seconds of a step."""
     sampled_per_s: float
-    """Tokens sampled per second by all engines."""
+    """Tokens per second that trained rollouts sampled; in a steady state, what the engines sample."""
     trained_per_s: float
     """Tokens of trained rollouts, prompts included, per second."""
     trainer: dict[str, float]
@@ -654,7 +654,7 @@ class LoopSimulation:
         self._marks.append(
             {
                 "now": now,
-                "sampled": self.sampled,
+                "trained_sampled": self.trained_sampled,
                 "trained": self.trained,
                 "calls": self.calls,
                 "gateway_s": self.gateway_s,
@@ -692,7 +692,7 @@ class LoopSimulation:
         prompt = last["prompt"] - first["prompt"]
         return LoopForecast(
             step_s=wall / steps,
-            sampled_per_s=(last["sampled"] - first["sampled"]) / wall,
+            sampled_per_s=(last["trained_sampled"] - first["trained_sampled"]) / wall,
             trained_per_s=(last["trained"] - first["trained"]) / wall,
             trainer={state: trainer.get(state, 0.0) for state in ("training", "weights", "idle")},
             agents=agents,
