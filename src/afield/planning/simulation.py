@@ -181,7 +181,9 @@ class LoopForecast(Struct, frozen=True, kw_only=True):
     gateway_load: float
     """Gateway processes that would be busy all the time; above `processes` is impossible."""
     staleness: float
-    """Mean number of steps published between a group's start and its training step, minus its own."""
+    """Mean age of trained groups in policy versions."""
+    stalest: int
+    """Largest age of a trained group in policy versions."""
     bottleneck: Bottleneck
     """Part that takes the largest share of the trainer's time."""
     shares: dict[Bottleneck, float]
@@ -396,7 +398,7 @@ class Replica:
         prefill = self.pass_steps * times.prefill_s + tokens * times.prefill_token_s
         count = len(self.sampling)
         decode = self.pass_steps * times.step(count, self.kv) if count else 0.0
-        self.pass_left = prefill + decode
+        self.pass_left = max(prefill + decode, self.pass_steps * times.step_s)  # one step at least
         self.pass_share = decode / self.pass_left if self.pass_left else 0.0
         return self.pass_calls
 
@@ -701,7 +703,8 @@ class LoopSimulation:
             batch=busy / decode if decode else 0.0,
             reused=(last["reused"] - first["reused"]) / prompt if prompt else 0.0,
             gateway_load=(last["gateway_s"] - first["gateway_s"]) / wall,
-            staleness=sum(self._ages) / len(self._ages) if self._ages else 0.0,
+            staleness=sum(self._ages) / len(self._ages),
+            stalest=max(self._ages),
             bottleneck=max(shares, key=lambda part: shares[part]),
             shares=shares,
             processes=times.gateway.processes,
