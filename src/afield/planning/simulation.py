@@ -23,7 +23,9 @@ from afield.orchestrator.groups import Mode, StalenessWindow
 from afield.orchestrator.state import PendingGroup
 
 NEARLY = 1e-9
-"""Decode steps and seconds below which a remainder is rounding."""
+"""Seconds of a pass below which a remainder is rounding."""
+NEARLY_STEP = 1e-6
+"""Decode steps below which a remainder is rounding."""
 LOOKAHEAD = 4
 """Steps beyond the measured ones whose groups may begin, so that a run's end does not shape the result."""
 AgentState = Literal["launch", "gateway", "queue", "sampling", "tools", "idle"]
@@ -306,9 +308,8 @@ class Replica:
         elif self.sampling:
             count = len(self.sampling)
             step, growth = self.times.step(count, self.kv), self.times.kv_token_s * count
-            steps = (
-                left / step if not growth else (math.sqrt(step * step + 2 * growth * left) - step) / growth
-            )
+            # The root of left = step * steps + growth * steps**2 / 2, in the form that loses no digits.
+            steps = 2 * left / (step + math.sqrt(step * step + 2 * growth * left))
             self.level += steps
             self.kv += steps * count
             self.decode_s += left
@@ -333,7 +334,7 @@ class Replica:
         if self.pass_calls and self.pass_left <= NEARLY:
             self._end_pass()
         complete: list[SimulatedRollout] = []
-        while self.sampling and self.sampling[0][0] <= self.level + NEARLY:
+        while self.sampling and self.sampling[0][0] <= self.level + NEARLY_STEP:
             end, _, call = heapq.heappop(self.sampling)
             self.kv -= call.context + call.replies[call.turn] + (self.level - end)
             if not self.sampling:
