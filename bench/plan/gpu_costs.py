@@ -31,7 +31,7 @@ HALF_BILLION: dict[str, Any] = {
 THIRD = HALF_BILLION | {"vocab_size": 32_768, "tie_word_embeddings": False}
 """Model of `bench/gpu/loop.py`."""
 SMOLLM_PARAMETERS = 134_515_008
-VISIT = "bench/gpu/loop.py on an H200 with vLLM 0.26.0, November 2026, 0.38 B (not in bench/results)"
+VISIT = "bench/gpu/loop.py on an H200 with vLLM 0.26.0, November 2026, 0.38 B (result not kept)"
 
 
 class LoopPoint(msgspec.Struct, frozen=True, kw_only=True):

@@ -47,7 +47,7 @@ from afield.planning.simulation import (
 
 PILOT_REPLICAS = 4
 """Replicas of the simulations that compare divisions of the GPUs."""
-PILOT_AGENTS = (64, 2000)
+PILOT_AGENTS = (500, 2000)
 """Least and most agents of such a simulation, where a replica has fewer."""
 GATEWAY_LOAD = 0.6
 """Share of a gateway process's event loop that is planned for (`bench/sizing.py`)."""
@@ -292,7 +292,7 @@ def _pilot(request: LoopRequest, cluster: LoopCluster, mode: Mode, staleness: in
                 load=structs.replace(times.load, agents=agents, tasks_per_step=tasks),
                 engine=structs.replace(times.engine, replicas=few),
                 train_token_s=times.train_token_s / share,
-                steps=1,
+                steps=request.steps,
             )
         ),
         agents,

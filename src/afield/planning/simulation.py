@@ -110,6 +110,13 @@ class EngineTimes(Struct, frozen=True, kw_only=True):
     shares_gateway: bool = False
     """Whether the gateway's work holds up the engine, as in one Python process."""
 
+    def __post_init__(self) -> None:
+        if self.replicas < 1 or self.step_s < 0 or self.step_s + self.sequence_s <= 0:
+            raise ValueError(
+                f"replicas = {self.replicas} must be at least 1, and step_s = {self.step_s:g} plus sequence_s ="
+                f" {self.sequence_s:g} positive"
+            )
+
     def step(self, sequences: int, kv: float) -> float:
         """Seconds of one decode step."""
         return self.step_s + self.sequence_s * sequences + self.kv_token_s * kv
