@@ -104,7 +104,7 @@ def embedded(saved: dict[str, Any], model: Architecture) -> EngineCosts:
         prefill_s=assumed(0.0, "in prefill_flops_per_s"),
         prefill_flops_per_s=derived(flops, f"{name}: {tokens} tokens in {result['prefill_s']} s"),
         prefill_tokens=load["prefill_tokens"],
-        shares_gateway=True,
+        own_gateway=True,
     )
 
 
@@ -131,7 +131,7 @@ def vllm(torch: EngineCosts, model: Architecture) -> EngineCosts:
             torch.prefill_flops_per_s.value, f"as the embedded engine: {torch.prefill_flops_per_s.source}"
         ),
         prefill_tokens=VLLM_PREFILL,
-        shares_gateway=False,
+        own_gateway=False,
     )
 
 

@@ -3,8 +3,8 @@
     python bench/plan/simulate.py [--measure] [--costs FILE] [--modes sync,async] [--steps N] [--json]
 
 1. `--measure` measures parts alone and writes their costs to FILE: decoding at several numbers of sequences
-   and lengths, prefill, training steps of two sizes with their checkpoints, calls through a gateway, launches of
-   agents, publication. It takes about half a minute. FILE is for `afield plan --simulate --costs FILE`, too.
+   and lengths, prefill, training steps of two sizes with their checkpoints, calls through a gateway, launches
+   of agents, publication. It takes about half a minute. `afield plan --simulate --costs FILE` reads it, too.
 2. Then a short run of `afield train` with the embedded engine and agents with fixed times between calls is
    compared with its forecast. The model is random and never ends a reply early.
 
@@ -53,6 +53,7 @@ from afield.planning.memory import kv_token_bytes
 from afield.planning.simulation import AgentLoad, LoopForecast, LoopTimes, Spread, simulate
 from afield.settings.train import STALENESS
 from bench import ROOT, report
+from bench.gpu.loop import tree_cpu
 
 TOLERANCE = 0.15
 """Largest accepted difference of a step's seconds from their forecast."""
@@ -138,7 +139,7 @@ async def measure_engine(model: Path, architecture: Architecture) -> EngineCosts
             PREFILL,
         ),
         prefill_tokens=2048,
-        shares_gateway=True,
+        own_gateway=True,
     )
 
 
@@ -255,7 +256,7 @@ async def timed_calls(
     cpu = began = 0.0
     for number, session in enumerate(sessions):
         if number == 4:
-            cpu, began = cpu_s(pid), time.perf_counter()
+            cpu, began = gateway_cpu_s(pid), time.perf_counter()
         content = f"{number} {text(QUESTION)}"
         body = {"model": "m", "messages": [{"role": "user", "content": content}], "max_tokens": tokens}
         headers = {"authorization": f"Bearer {session['api_key']}"}
@@ -263,13 +264,12 @@ async def timed_calls(
         async with http.post(url, json=body | {"stream": stream}, headers=headers) as response:
             assert response.status == 200, await response.text()
             await response.read()
-    return (cpu_s(pid) - cpu) / calls, (time.perf_counter() - began) / calls
+    return (gateway_cpu_s(pid) - cpu) / calls, (time.perf_counter() - began) / calls
 
 
-def cpu_s(pid: int) -> float:
-    """CPU seconds of a process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def gateway_cpu_s(pid: int) -> float:
+    """CPU seconds of the gateway, without the process of its engine."""
+    return sum(seconds for name, seconds in tree_cpu(pid).items() if "torch.worker" not in name)
 
 
 def measure_launches(gateway: dict[str, Any], scratch: Path) -> tuple[float, float]:
@@ -306,7 +306,6 @@ async def measure(model: Path, scratch: Path) -> LoopCosts:
         engine.prefill_s.value + prompt_flops / engine.prefill_flops_per_s.value,
         engine.step_s.value + (architecture.decoder + architecture.embedding) * 4 / reading,
     )
-    call_s = max(0.0, gateway.call_cpu_s - in_engine)
     steps = f"steps of {small.tokens} and {large.tokens} tokens with export and checkpoint"
     return LoopCosts(
         machine=f"CPU, {os.cpu_count()} cores",
@@ -316,10 +315,14 @@ async def measure(model: Path, scratch: Path) -> LoopCosts:
         train_flops_per_s=constant(train_flops(architecture, 64, 0.5) / max(token_s, 1e-9), steps),
         publish_s=constant(0.0, "in publish_bytes_per_s"),
         publish_bytes_per_s=constant(architecture.parameters * 4 / gateway.publish_s, "one publication"),
-        gateway_call_s=constant(call_s, f"calls of {QUESTION} characters one after the other, CPU"),
+        gateway_call_s=constant(
+            gateway.call_cpu_s, f"calls of {QUESTION} characters one after the other, CPU"
+        ),
         gateway_history_s=constant(0.0, "in gateway_call_s"),
         gateway_token_s=constant(gateway.token_s, f"streams of {REPLY} tokens against whole replies, CPU"),
-        gateway_delay_s=constant(gateway.call_s - in_engine - call_s, "calls one after the other, wall time"),
+        gateway_delay_s=constant(
+            gateway.call_s - in_engine - gateway.call_cpu_s, "calls one after the other, wall time"
+        ),
         launch_s=constant(gateway.launch_s, "a rollout without calls; includes its end"),
         launch_work_s=constant(gateway.launch_work_s, f"{CONCURRENCY} rollouts without calls at once"),
         finish_s=constant(0.0, "in launch_s"),
@@ -367,7 +370,7 @@ def forecast(
 
 def train(model: Path, mode: str, steps: int, scratch: Path) -> dict[str, float]:
     """Mean seconds of a step of `afield train`, without the first ones."""
-    tasks, run = scratch / "tasks.jsonl", scratch / f"run-{mode}"
+    tasks, run = scratch / "tasks.jsonl", scratch / "runs" / mode
     warmup = 1 + STALENESS[mode]
     rows = [
         {"id": f"t{n}", "question": f"{n:03d} {text(QUESTION)}", "result": text(RESULT), "turns": TURNS,
@@ -376,7 +379,7 @@ def train(model: Path, mode: str, steps: int, scratch: Path) -> dict[str, float]
     ]  # fmt: skip
     tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [sys.executable, "-m", "afield", "train", "--model", str(model), "--tasks", str(tasks)]
-    command += ["--agent", f"{ROOT / 'bench' / 'plan' / 'paced_agent.py'}:agent", "--out", str(run)]
+    command += ["--agent", f"{ROOT / 'bench' / 'plan' / 'paced_agent.py'}:agent", "--run", mode]
     command += ["--steps", str(warmup + steps), "--tasks-per-step", str(TASKS), "--rollouts", str(ROLLOUTS)]
     command += ["--concurrency", str(CONCURRENCY), "--max-tokens", str(REPLY), "--mode", mode, "--json"]
     command += ["--workers", str(WORKERS), "--engine-slots", str(CONCURRENCY)]

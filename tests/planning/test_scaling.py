@@ -113,4 +113,4 @@ def test_gateway_processes_grow_with_their_cost_and_hold_the_load() -> None:
 def test_the_embedded_engine_has_a_gateway_for_each_replica() -> None:
     plan = planned("8x141", workload=Workload(context=4096, engine="torch"))
     assert plan.gateway_processes == plan.times.gateway.processes == plan.cluster.replicas
-    assert plan.times.engine.shares_gateway
+    assert plan.times.engine.own_gateway

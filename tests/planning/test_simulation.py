@@ -108,7 +108,7 @@ def test_one_agent_without_queues_takes_the_sum_of_its_parts() -> None:
 def test_a_saturated_engine_samples_at_its_capacity(limit: str) -> None:
     prompt, reply, at_once = 100, 100, 8
     limits = {"max_sequences": at_once, "kv_tokens": at_once * (prompt + reply) + 1}
-    engine = EngineTimes(replicas=2, step_s=0.01, **{limit: limits[limit]})
+    engine = structs.replace(EngineTimes(replicas=2, step_s=0.01), **{limit: limits[limit]})
     load = AgentLoad(
         agents=128,
         tasks_per_step=8,
@@ -235,15 +235,12 @@ def test_steps_take_as_long_as_with_the_real_scheduler(mode: Any, staleness: int
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode["mode"])
-@pytest.mark.parametrize("shares", [False, True])
-def test_each_account_adds_up_to_the_wall_time(mode: dict[str, Any], shares: bool) -> None:
-    times = structs.replace(with_engine(TIMES, shares_gateway=shares), **mode)
-    forecast = simulate(times)
+def test_each_account_adds_up_to_the_wall_time(mode: dict[str, Any]) -> None:
+    forecast = simulate(structs.replace(TIMES, **mode))
     for account in (forecast.trainer, forecast.agents, forecast.engines):
         assert sum(account.values()) == pytest.approx(forecast.step_s, rel=1e-9)
         assert min(account.values()) > -1e-6
     assert sum(forecast.shares.values()) == pytest.approx(1.0)
-    assert (forecast.engines["gateway"] > 0) == shares
 
 
 def test_sampled_tokens_are_those_of_the_rollouts() -> None:
@@ -355,7 +352,7 @@ BOTTLENECKS: dict[str, Callable[[LoopTimes], LoopTimes]] = {
 @pytest.mark.parametrize("part", BOTTLENECKS)
 def test_the_slow_part_is_the_bottleneck(part: str) -> None:
     assert simulate(BOTTLENECKS[part](TIMES)).bottleneck == part
-    assert simulate(TIMES).shares.get(part, 0.0) < 0.9  # type: ignore[call-overload]
+    assert simulate(TIMES).shares.get(part, 0.0) < 0.9
 
 
 def test_more_gateway_processes_relieve_a_full_gateway() -> None:
@@ -365,9 +362,14 @@ def test_more_gateway_processes_relieve_a_full_gateway() -> None:
     assert one.gateway_load <= 1.0001
 
 
-def test_an_engine_that_shares_the_gateways_process_is_slower() -> None:
-    slow = with_gateway(TIMES, call_s=0.02)
-    assert simulate(with_engine(slow, shares_gateway=True)).step_s > simulate(slow).step_s * 1.02
+def test_a_replicas_own_gateway_serves_its_sessions_alone() -> None:
+    slow = with_load(with_gateway(with_engine(TIMES, own_gateway=True), call_s=0.05), agents=2)
+    simulation = LoopSimulation(with_load(slow, tasks_per_step=1, rollouts=2, tool_s=Spread(0.0)))
+    assert simulation.run().gateway_load <= 2
+    alone = simulate(with_load(slow, tasks_per_step=1, rollouts=2, tool_s=Spread(0.0)))
+    shared = with_gateway(with_engine(slow, own_gateway=False), processes=1)
+    crowded = simulate(with_load(shared, tasks_per_step=1, rollouts=2, tool_s=Spread(0.0)))
+    assert alone.agents["gateway"] < crowded.agents["gateway"]
 
 
 # --- seeds --------------------------------------------------------------------------------------------

@@ -51,8 +51,8 @@ class EngineCosts(Struct, frozen=True, kw_only=True):
     """Operations of a prefill pass per second."""
     prefill_tokens: int
     """Tokens of a prefill pass."""
-    shares_gateway: bool
-    """Whether engine and gateway share a process, as the embedded engine does."""
+    own_gateway: bool
+    """Whether each replica has a gateway process of its own, as the embedded engine does."""
 
 
 class LoopCosts(Struct, frozen=True, kw_only=True):
@@ -192,7 +192,7 @@ def engine_times(
         prefill_tokens=of.prefill_tokens,
         max_sequences=max_sequences,
         kv_tokens=kv_tokens,
-        shares_gateway=of.shares_gateway,
+        own_gateway=of.own_gateway,
     )
 
 

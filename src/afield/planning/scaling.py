@@ -70,8 +70,8 @@ class LoopCluster(Struct, frozen=True, kw_only=True):
     """GPUs of an engine replica."""
     kv_tokens: int
     """Tokens that a replica's KV cache holds."""
-    shares_gateway: bool = False
-    """Whether each replica has a gateway in its process."""
+    own_gateway: bool = False
+    """Whether each replica has a gateway process of its own."""
 
     @property
     def replicas(self) -> int:
@@ -134,7 +134,7 @@ def plan_loop(request: LoopRequest, gpus: Gpus, mode: Mode, staleness: int) -> L
         staleness=staleness,
         times=times,
         forecast=forecast,
-        gateway_processes=cluster.replicas if cluster.shares_gateway else processes_for(forecast),
+        gateway_processes=cluster.replicas if cluster.own_gateway else processes_for(forecast),
     )
 
 
@@ -222,7 +222,7 @@ def _cluster(
                 colocated=colocated,
                 tensor_parallel=split,
                 kv_tokens=tokens,
-                shares_gateway=engine_costs(request.costs, workload.engine).shares_gateway,
+                own_gateway=engine_costs(request.costs, workload.engine).own_gateway,
             )
             return
     refused.append(f"no KV cache for two rollouts of {workload.context} tokens on {engines} GPUs")
@@ -284,7 +284,7 @@ def _pilot(request: LoopRequest, cluster: LoopCluster, mode: Mode, staleness: in
     tasks = max(1, round(load.tasks_per_step * few / replicas))
     share = tasks / load.tasks_per_step
     agents = max(1, round(load.agents * few / replicas))
-    times = loop_times(request, cluster, mode, staleness, few if cluster.shares_gateway else agents)
+    times = loop_times(request, cluster, mode, staleness, few if cluster.own_gateway else agents)
     return _Pilot(
         simulate(
             structs.replace(
@@ -301,7 +301,7 @@ def _pilot(request: LoopRequest, cluster: LoopCluster, mode: Mode, staleness: in
 
 def _processes(pilot: _Pilot, cluster: LoopCluster, request: LoopRequest) -> int:
     """Gateway processes for the whole cluster."""
-    if cluster.shares_gateway:
+    if cluster.own_gateway:
         return cluster.replicas
     return processes_for(pilot.forecast, request.load.agents / pilot.agents)
 

@@ -107,14 +107,14 @@ class EngineTimes(Struct, frozen=True, kw_only=True):
     """Calls at once; more wait."""
     kv_tokens: int = 1 << 60
     """Tokens that the KV cache holds, of running calls and of sessions between two calls."""
-    shares_gateway: bool = False
-    """Whether the gateway's work holds up the engine, as in one Python process."""
+    own_gateway: bool = False
+    """Whether each replica has a gateway process of its own, as embedded engines have."""
 
     def __post_init__(self) -> None:
         if self.replicas < 1 or self.step_s < 0 or self.step_s + self.sequence_s <= 0:
             raise ValueError(
-                f"replicas = {self.replicas} must be at least 1, and step_s = {self.step_s:g} plus sequence_s ="
-                f" {self.sequence_s:g} positive"
+                f"replicas = {self.replicas} must be at least 1, and step_s = {self.step_s:g} and"
+                f" sequence_s = {self.sequence_s:g} together positive"
             )
 
     def step(self, sequences: int, kv: float) -> float:
@@ -180,7 +180,7 @@ class LoopForecast(Struct, frozen=True, kw_only=True):
     agents: dict[AgentState, float]
     """Mean seconds of a step per agent in each state."""
     engines: dict[str, float]
-    """Mean seconds of a step per replica in `prefill`, `decode`, `weights`, `gateway` or `idle`."""
+    """Mean seconds of a step per replica in `prefill`, `decode`, `weights` or `idle`."""
     calls: int
     """Model calls."""
     batch: float
@@ -262,7 +262,7 @@ class Replica:
     """Engine replica: calls wait, are prefilled in passes, and decode together."""
 
     __slots__ = (
-        *("at", "batch_time", "cached", "cached_tokens", "decode_s", "due", "held", "held_s", "idle_s"),
+        *("at", "batch_time", "cached", "cached_tokens", "decode_s", "due", "idle_s"),
         *("joining", "kv", "kv_reserved", "level", "number", "order", "pass_calls", "pass_left"),
         *("pass_share", "pass_steps", "prefill_s", "prompt_tokens", "reused_tokens", "running"),
         *("sampling", "stalled_until", "times", "waiting", "weights_s"),
@@ -274,7 +274,6 @@ class Replica:
         self.due = math.inf  # time of the event that ends the pass or the shortest call
         self.order = 0
         self.stalled_until = 0.0  # weights are loading
-        self.held = 0.0  # seconds that the gateway's work takes from the engine
         self.waiting: deque[SimulatedRollout] = deque()
         self.joining: deque[SimulatedRollout] = deque()
         self.sampling: list[tuple[float, int, SimulatedRollout]] = []
@@ -284,7 +283,7 @@ class Replica:
         self.running = 0
         self.cached: OrderedDict[SimulatedRollout, int] = OrderedDict()  # sessions between two calls
         self.cached_tokens = 0
-        self.held_s = self.idle_s = self.prefill_s = self.decode_s = self.weights_s = self.batch_time = 0.0
+        self.idle_s = self.prefill_s = self.decode_s = self.weights_s = self.batch_time = 0.0
         self.pass_calls: list[SimulatedRollout] = []
         self.pass_left = self.pass_share = 0.0
         self.pass_steps = 0
@@ -299,11 +298,6 @@ class Replica:
             stall = min(now, self.stalled_until) - self.at
             self.weights_s += stall
             left -= stall
-        if self.held and left > 0:
-            hold = min(self.held, left)
-            self.held -= hold
-            self.held_s += hold
-            left -= hold
         self.at = now
         if left <= 0:
             return
@@ -334,7 +328,7 @@ class Replica:
             seconds = steps * self.times.step(count, self.kv) + self.times.kv_token_s * count * steps**2 / 2
         else:
             return math.inf
-        return max(self.at, self.stalled_until) + self.held + seconds
+        return max(self.at, self.stalled_until) + seconds
 
     def ended(self) -> list[SimulatedRollout]:
         """End the pass if it is over, and return the calls that are complete."""
@@ -507,7 +501,7 @@ class LoopSimulation:
             index = self._sessions.index(min(self._sessions))
             self._sessions[index] += 1
             rollout.replica = self.replicas[index]
-            key = index if self.times.engine.shares_gateway else rollout.process
+            key = index if self.times.engine.own_gateway else rollout.process
             rollout.process = key % self.times.gateway.processes
             self.clock.move("idle", "launch", now)
             self._launch_free = max(now, self._launch_free) + load.launch_work_s
@@ -551,11 +545,6 @@ class LoopSimulation:
         end = max(now, self._free[rollout.process]) + work
         self._free[rollout.process] = end
         self.gateway_s += work
-        if self.times.engine.shares_gateway:
-            replica = rollout.replica
-            assert replica is not None
-            replica.advance(now)
-            replica.held += work
         return end
 
     def _arrive(self, now: float, rollout: SimulatedRollout) -> None:
@@ -677,7 +666,6 @@ class LoopSimulation:
                     "prefill": sum(replica.prefill_s for replica in replicas),
                     "decode": sum(replica.decode_s for replica in replicas),
                     "weights": sum(replica.weights_s for replica in replicas),
-                    "gateway": sum(replica.held_s for replica in replicas),
                     "idle": sum(replica.idle_s for replica in replicas),
                 },
             }
