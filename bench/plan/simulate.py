@@ -384,12 +384,17 @@ def train(model: Path, mode: str, steps: int, scratch: Path) -> dict[str, float]
     command += ["--concurrency", str(CONCURRENCY), "--max-tokens", str(REPLY), "--mode", mode, "--json"]
     command += ["--workers", str(WORKERS), "--engine-slots", str(CONCURRENCY)]
     done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=300, check=False
+        command,
+        env=environment() | {"AFIELD_RUNS": str(scratch / "runs")},
+        cwd=scratch,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     if done.returncode:
-        raise SystemExit(
-            f"afield train ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
-        )
+        words = done.stdout[-2000:] + done.stderr[-2000:]
+        raise SystemExit(f"afield train ended with {done.returncode}:\n{words}")
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     published = {event["value"]: event["t"] for event in events if event["kind"] == "published"}
     taken = {event["value"]: event["seconds"] for event in events if event["kind"] == "published"}
