@@ -325,6 +325,12 @@ def simulation_lines(request: LoopRequest, plans: Sequence[LoopPlan]) -> Iterato
     yield ""
     for plan in plans:
         yield f"{plan.cluster.gpus}, {plan.mode}: {_spent(plan)}"
+        uneven = plan.forecast.produced_per_s / plan.forecast.sampled_per_s
+        if not 0.8 < uneven < 1.25:
+            yield (
+                f"{plan.cluster.gpus}, {plan.mode}: not a steady state, the engines sample {uneven:.2f} times what"
+                " is trained; raise --steps"
+            )
     for before, after in itertools.pairwise(plans):
         if before.cluster.gpus == after.cluster.gpus:
             gain = after.forecast.sampled_per_s / before.forecast.sampled_per_s

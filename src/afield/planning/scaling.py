@@ -42,6 +42,7 @@ from afield.planning.simulation import (
     LoopForecast,
     LoopTimes,
     Spread,
+    lasting_rate,
     simulate,
 )
 
@@ -171,7 +172,7 @@ def loop_times(
         poll_s=costs.poll_s.value,
         mode=mode,
         staleness=staleness,
-        warmup=staleness + 1 if staleness else 0,
+        warmup=2 * staleness + 1 if staleness else 0,
         steps=request.steps,
         seed=request.seed,
     )
@@ -258,7 +259,7 @@ def _fastest(
     def rate(index: int) -> float:
         if index not in pilots:
             pilots[index] = _pilot(request, clusters[index], mode, staleness)
-        return pilots[index].forecast.sampled_per_s / pilots[index].agents
+        return lasting_rate(pilots[index].forecast) / pilots[index].agents
 
     apart = [n for n, cluster in enumerate(clusters) if not cluster.colocated]
     best = apart[len(apart) // 2] if apart else 0

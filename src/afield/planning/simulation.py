@@ -29,7 +29,7 @@ NEARLY_STEP = 1e-6
 LOOKAHEAD = 4
 """Steps beyond the measured ones whose groups may begin, so that a run's end does not shape the result."""
 AgentState = Literal["launch", "gateway", "queue", "sampling", "tools", "idle"]
-Bottleneck = Literal["engines", "trainer", "weights", "gateway", "tools", "launch", "agents"]
+Bottleneck = Literal["engines", "trainer", "weights", "gateway", "tools", "launch"]
 
 
 class Spread(Struct, frozen=True):
@@ -173,6 +173,9 @@ class LoopForecast(Struct, frozen=True, kw_only=True):
     """Mean seconds of a step."""
     sampled_per_s: float
     """Tokens per second that trained rollouts sampled; in a steady state, what the engines sample."""
+    produced_per_s: float
+    """Tokens per second that the engines sampled; another rate than `sampled_per_s` while groups pile up or a
+    pile is trained."""
     trained_per_s: float
     """Tokens of trained rollouts, prompts included, per second."""
     trainer: dict[str, float]
@@ -201,6 +204,11 @@ class LoopForecast(Struct, frozen=True, kw_only=True):
     """Gateway processes that were simulated."""
     events: int
     """Events of the simulation."""
+
+
+def lasting_rate(forecast: LoopForecast) -> float:
+    """Tokens per second that neither trainer nor engines exceed for long."""
+    return min(forecast.sampled_per_s, forecast.produced_per_s)
 
 
 class StateClock:
@@ -653,6 +661,7 @@ class LoopSimulation:
         self._marks.append(
             {
                 "now": now,
+                "sampled": self.sampled,
                 "trained_sampled": self.trained_sampled,
                 "trained": self.trained,
                 "calls": self.calls,
@@ -691,6 +700,7 @@ class LoopSimulation:
         return LoopForecast(
             step_s=wall / steps,
             sampled_per_s=(last["trained_sampled"] - first["trained_sampled"]) / wall,
+            produced_per_s=(last["sampled"] - first["sampled"]) / wall,
             trained_per_s=(last["trained"] - first["trained"]) / wall,
             trainer={state: trainer.get(state, 0.0) for state in ("training", "weights", "idle")},
             agents=agents,
