@@ -376,7 +376,7 @@ def test_a_pile_of_groups_is_no_lasting_rate() -> None:
     """A fast trainer takes the groups that began together faster than the engines can sample others."""
     slow = with_engine(with_load(TIMES, tool_s=Spread(0.1), agents=96), replicas=1, step_s=0.1)
     short = simulate(structs.replace(slow, **(ASYNC | {"steps": 2, "warmup": 1})))
-    long = simulate(structs.replace(slow, **(ASYNC | {"steps": 16})))
+    long = simulate(structs.replace(slow, **(ASYNC | {"steps": 40})))
     assert long.produced_per_s == pytest.approx(long.sampled_per_s, rel=0.1)
     assert lasting_rate(short) <= 1.2 * long.sampled_per_s
     assert lasting_rate(long) == min(long.produced_per_s, long.sampled_per_s)

@@ -328,8 +328,8 @@ def simulation_lines(request: LoopRequest, plans: Sequence[LoopPlan]) -> Iterato
         uneven = plan.forecast.produced_per_s / plan.forecast.sampled_per_s
         if not 0.8 < uneven < 1.25:
             yield (
-                f"{plan.cluster.gpus}, {plan.mode}: not a steady state, the engines sample {uneven:.2f} times what"
-                " is trained; raise --steps"
+                f"{plan.cluster.gpus}, {plan.mode}: not a steady state, engines sample {uneven:.2f} times"
+                " what is trained; raise --steps"
             )
     for before, after in itertools.pairwise(plans):
         if before.cluster.gpus == after.cluster.gpus:

@@ -172,8 +172,9 @@ def loop_times(
         poll_s=costs.poll_s.value,
         mode=mode,
         staleness=staleness,
-        warmup=2 * staleness + 1 if staleness else 0,
-        steps=request.steps,
+        warmup=staleness + 1 if staleness else 0,
+        # Groups of staleness + 1 steps begin together, so steps are fast and slow in cycles of that length.
+        steps=math.ceil(request.steps / (staleness + 1)) * (staleness + 1),
         seed=request.seed,
     )
 
@@ -293,7 +294,6 @@ def _pilot(request: LoopRequest, cluster: LoopCluster, mode: Mode, staleness: in
                 load=structs.replace(times.load, agents=agents, tasks_per_step=tasks),
                 engine=structs.replace(times.engine, replicas=few),
                 train_token_s=times.train_token_s / share,
-                steps=request.steps,
             )
         ),
         agents,
