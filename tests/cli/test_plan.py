@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from afield.cli.main import main
+from support.pages import DOCS
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -118,6 +119,13 @@ def test_a_simulation_as_json_has_forecasts_and_constants(
     assert (plan["mode"], plan["staleness"], plan["times"]["load"]["tasks_per_step"]) == ("async", 3, 8)
     assert sum(plan["forecast"]["trainer"].values()) == pytest.approx(plan["forecast"]["step_s"])
     assert document["costs"]["train_flops_per_s"]["basis"] == "measured"
+
+
+def test_the_pages_table_is_what_the_command_prints(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (DOCS / "how-to" / "plan.md").read_text()
+    table = page.partition("<!-- simulated -->")[2].partition("<!-- end of simulated -->")[0]
+    assert main(["plan", "--model", str(model), "--gpus", "8x141", "--simulate", "--agents", "256"]) == 0
+    assert table.strip().removeprefix("```text\n").removesuffix("\n```") in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
