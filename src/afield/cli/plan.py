@@ -369,7 +369,8 @@ def _spent(plan: LoopPlan) -> str:
     trainer, agents = plan.forecast.trainer, plan.forecast.agents
     parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in trainer.items())
     states = ", ".join(f"{name} {max(0.0, seconds):.1f} s" for name, seconds in agents.items())
-    return f"a step of the trainer: {parts}; of an agent: {states}"
+    reused = f"{plan.forecast.reused:.0%} of prompt tokens from the KV cache"
+    return f"a step of the trainer: {parts}; of an agent: {states}; {reused}"
 
 
 def _placed(placement: Any) -> str:
