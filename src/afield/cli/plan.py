@@ -1,4 +1,4 @@
-"""`afield plan`: what fits into GPUs, with which settings, and how fast a loop runs on them."""
+"""`afield plan`: what fits into GPUs, and how fast it runs."""
 
 from __future__ import annotations
 

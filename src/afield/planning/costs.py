@@ -1,4 +1,4 @@
-"""Costs of a training loop, each with its source, and times derived from them.
+"""Costs of a training loop with their sources, and times.
 
 1. `LoopCosts` holds constants of a machine. Each says where it was measured, or that it was derived or
    assumed. They name no model: bytes and operations per second are constants, a model's bytes and operations
@@ -33,7 +33,7 @@ class Constant(Struct, frozen=True, kw_only=True):
     basis: Basis
     """Whether it was measured, derived from measurements of something else, or assumed."""
     source: str
-    """What was measured where, or how the value follows."""
+    """Measurement and its place, or how the value follows."""
 
 
 class EngineCosts(Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Forecasts of a training loop on any number of GPUs, from measured costs.
+"""Forecasts of a training loop on any number of GPUs.
 
 1. Trainer and engines divide the GPUs, or share them in turns in mode `sync`; only divisions that fit into
    memory are tried.
@@ -102,7 +102,7 @@ class LoopPlan(Struct, frozen=True, kw_only=True):
 
 
 class LoopRequest(NamedTuple):
-    """What to forecast."""
+    """Loop to forecast."""
 
     model: Architecture
     costs: LoopCosts

@@ -256,7 +256,7 @@ class SimulatedRollout:
                 self.tool_s.append(load.tool_s.draw(rng))
         self.launch_s, self.finish_s = load.launch_s.draw(rng), load.finish_s.draw(rng)
         self.process = rng.getrandbits(30)
-        self.replica: Replica | None = None
+        self.replica: SimulatedReplica | None = None
         self.left = 0.0  # tokens of the running call that are not sampled yet
         self.pending = 0  # tokens to prefill
         self.sampling = False
@@ -266,7 +266,7 @@ class SimulatedRollout:
         return sum(self.added) + sum(self.replies)
 
 
-class Replica:
+class SimulatedReplica:
     """Engine replica: calls wait, are prefilled in passes, and decode together."""
 
     __slots__ = (
@@ -441,7 +441,7 @@ class LoopSimulation:
             batch=load.tasks_per_step,
             staleness=times.staleness,
         )
-        self.replicas = [Replica(times.engine, number) for number in range(times.engine.replicas)]
+        self.replicas = [SimulatedReplica(times.engine, number) for number in range(times.engine.replicas)]
         self.sampled = self.trained = self.calls = self.finished = self.begun = 0
         self.trained_sampled = 0
         self.version = 0
@@ -562,11 +562,11 @@ class LoopSimulation:
         replica.waiting.append(rollout)
         self._settle(now, replica)
 
-    def _wake(self, now: float, replica: Replica) -> None:
+    def _wake(self, now: float, replica: SimulatedReplica) -> None:
         if replica.due == now:
             self._settle(now, replica)
 
-    def _settle(self, now: float, replica: Replica) -> None:
+    def _settle(self, now: float, replica: SimulatedReplica) -> None:
         """Advance a replica, answer its complete calls, begin others, and find its next change."""
         replica.advance(now)
         for rollout in replica.ended():
