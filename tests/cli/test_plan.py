@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from afield.cli.main import main
+from support.pages import DOCS
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -75,15 +76,73 @@ def test_wrong_input_ends_with_2(
     assert words in capsys.readouterr().err
 
 
-def test_neither_torch_nor_transformers_is_loaded(model: Path) -> None:
+@pytest.mark.parametrize("flags", [[], ["--simulate", "--agents", "4", "--rollouts", "2"]])
+def test_neither_torch_nor_transformers_is_loaded(model: Path, flags: list[str]) -> None:
     code = (
         "import sys; from afield.cli.main import main; main(sys.argv[1:]);"
         " print(*sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "plan", "--model", str(model), "--gpus", "8x80"],
+        [sys.executable, "-c", code, "plan", "--model", str(model), "--gpus", "8x80", *flags],
         capture_output=True,
         text=True,
         check=True,
     )
     assert done.stderr.split() == []
+
+
+# --- simulation ---------------------------------------------------------------------------------------
+
+SMALL = ["--simulate", "--agents", "32", "--rollouts", "4", "--turns", "3", "--reply-tokens", "50"]
+
+
+def test_a_simulation_names_division_bottleneck_and_sources(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--model", str(model), "--gpus", "4x141,8x141", *SMALL]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Qwen2ForCausalLM: 7.62 B parameters, vllm, costs of NVIDIA H200"
+    table = [line.split() for line in lines[4:8]]
+    assert [row[:2] for row in table] == [[f"{n}x141", mode] for n in (4, 8) for mode in ("sync", "async")]
+    assert sum(line.startswith(("4x141: mode async", "8x141: mode async")) for line in lines) == 2
+    assert any("measured: bench/results/tree-" in line for line in lines)
+    assert any(line.startswith("  left out: ") for line in lines)
+
+
+def test_a_simulation_as_json_has_forecasts_and_constants(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--gpus", "8x141", *SMALL, "--mode", "async", "--max-staleness", "3", "--json"]
+    assert main(["plan", "--model", str(model), *flags]) == 0
+    document = json.loads(capsys.readouterr().out)
+    (plan,) = document["plans"]
+    assert (plan["mode"], plan["staleness"], plan["times"]["load"]["tasks_per_step"]) == ("async", 3, 8)
+    assert sum(plan["forecast"]["trainer"].values()) == pytest.approx(plan["forecast"]["step_s"])
+    assert document["costs"]["train_flops_per_s"]["basis"] == "measured"
+
+
+def test_the_pages_table_is_what_the_command_prints(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (DOCS / "how-to" / "plan.md").read_text()
+    table = page.partition("<!-- simulated -->")[2].partition("<!-- end of simulated -->")[0]
+    assert main(["plan", "--model", str(model), "--gpus", "8x141", "--simulate", "--agents", "256"]) == 0
+    assert table.strip().removeprefix("```text\n").removesuffix("\n```") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--agents", "100"], "--agents = 100 is an option of the simulation; add --simulate"),
+        (["--simulate", "--agents", "0"], "agents = 0 must be at least 1"),
+        (["--simulate", "--tool-s", "nan"], "tool_s = nan must be at least 0"),
+        (["--simulate", "--tool-spread", "9"], "tool_spread = 9 must be at most 5"),
+        (["--simulate", "--mode", "sync", "--max-staleness", "2"], "max_staleness = 2 needs --mode async"),
+        (["--simulate", "--turns", "1000"], "context = 802000 is more than the model's 32768 tokens"),
+        (["--simulate", "--costs", "h100"], "costs = 'h100' is neither a file nor one of"),
+        (["--simulate", "--trainer-gpus", "9"], "trainer_gpus = 9 is more than the 8 GPUs"),
+    ],
+)
+def test_wrong_input_of_a_simulation_ends_with_2(
+    model: Path, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--model", str(model), "--gpus", "8x141", *flags]) == 2
+    assert words in capsys.readouterr().err

@@ -180,7 +180,7 @@ def _placements(
 ) -> tuple[list[PlacementPlan], list[RejectedPlacement]]:
     fits: list[PlacementPlan] = []
     refused: list[RejectedPlacement] = []
-    for trainers in _powers(gpus.count):
+    for trainers in powers_of_two(gpus.count):
         for colocated in (False, True):
             engines = trainers if colocated else gpus.count - trainers
             # Sharing is for a trainer that needs every GPU.
@@ -209,7 +209,7 @@ def place(
         memory = trainer_memory(model, shape)
         if smallest is None or memory.peak < smallest[0]:
             smallest = memory.peak, memory
-        room = _room(gpus, workload, memory.peak if colocated else None)
+        room = engine_room(gpus, workload, memory.peak if colocated else None)
         if memory.peak > gpus.usable:
             continue
         served = _serve(model, workload, engines, room)
@@ -239,7 +239,7 @@ def place(
             f"the trainer needs {gib(peak)} per GPU ({memory.phase}), {gib(gpus.usable)} are usable"
         )
     one = engine_memory(model, _engine_shape(model, workload, engines, 1))
-    room = _room(gpus, workload, peak if colocated else None)
+    room = engine_room(gpus, workload, peak if colocated else None)
     return refusal(
         f"the engine needs {gib(needed_by(one, workload))} per GPU over {engines} GPUs, of which"
         f" {gib(one.weights)} are weights, for {workload.concurrency} calls of up to {workload.context}"
@@ -271,7 +271,7 @@ def trainer_shapes(
             )
 
 
-def _room(gpus: Gpus, workload: Workload, trainer: int | None) -> int:
+def engine_room(gpus: Gpus, workload: Workload, trainer: int | None) -> int:
     """Bytes of a GPU for an engine; `trainer` is the peak of a trainer that shares it."""
     if trainer is not None:
         return gpus.usable - trainer - DEVICE_CONTEXT
@@ -282,7 +282,9 @@ def _serve(
     model: Architecture, workload: Workload, engines: int, room: int
 ) -> tuple[EngineShape, EngineMemory, int] | None:
     """The smallest tensor parallelism with which every engine holds its calls at their longest."""
-    splits = [1] if workload.engine == "torch" else [n for n in _powers(engines) if model.heads % n == 0]
+    splits = (
+        [1] if workload.engine == "torch" else [n for n in powers_of_two(engines) if model.heads % n == 0]
+    )
     for split in splits:
         replicas = 1 if workload.engine == "torch" else engines // split
         shape = _engine_shape(model, workload, split, replicas)
@@ -378,7 +380,7 @@ def _nearest(model: Architecture, gpus: Gpus, workload: Workload) -> Iterator[st
             break
 
 
-def _powers(most: int) -> list[int]:
+def powers_of_two(most: int) -> list[int]:
     """Powers of two up to `most`, and `most`."""
     powers = [1 << n for n in range(most.bit_length()) if 1 << n <= most]
     return powers if most in powers else [*powers, most]
