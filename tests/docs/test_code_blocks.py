@@ -174,3 +174,13 @@ def test_gateway_page_lists_every_metric_and_no_other(gateway: str) -> None:
     with urllib.request.urlopen(request) as answer:
         served = re.findall(r"# TYPE (\w+)", answer.read().decode())
     assert set(names(DOCS / "how-to" / "gateway.md", "Metrics")) == set(served)
+
+
+def test_the_page_on_trl_shows_lines_of_its_examples() -> None:
+    scripts = (ROOT / "examples" / "trl").glob("*.py")
+    known = {line.strip() for script in scripts for line in script.read_text().splitlines()}
+    shown = [
+        line.strip() for block in blocks(DOCS / "how-to" / "trl.md", "py") for line in block.splitlines()
+    ]
+    assert len(shown) > 10
+    assert [line for line in shown if line not in known] == []

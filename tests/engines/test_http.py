@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from afield.engines import http_connection
 from afield.engines.http import EngineHttpClient
 from afield.engines.http_connection import BUFFER, ConnectionPool, HttpConnection
 from afield.errors import Unavailable
@@ -145,6 +147,18 @@ async def test_an_idle_connection_that_the_server_dropped_is_not_used() -> None:
         await closed.wait()
         await asyncio.sleep(0.05)
         assert await http.ask("POST", "/a") == b"hello"
+    assert server.connections == 2
+
+
+async def test_an_idle_connection_expires_even_if_the_event_loop_was_blocked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_connection, "KEEP_S", 0.05)
+    server = Server(SIZED, SIZED)
+    async with client(server) as http:
+        await http.ask("POST", "/a")
+        time.sleep(0.1)  # noqa: ASYNC251
+        await http.ask("POST", "/a")
     assert server.connections == 2
 
 

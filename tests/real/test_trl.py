@@ -17,7 +17,6 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 SUITE = Path(__file__).parent / "trl_suite.py"
 EXAMPLE = ROOT / "examples" / "trl" / "train_async.py"
 LIMITED = ROOT / "examples" / "trl" / "train_sync.py"
-PAGE = ROOT / "docs" / "how-to" / "trl.md"
 RUN_S = 1700
 LEAST = 15
 
@@ -65,14 +64,3 @@ def test_the_example_trains_with_the_samplers_own_log_probabilities(python: Path
 def test_the_example_of_the_limited_mode_trains(python: Path, tmp_path: Path) -> None:
     output = told([python, LIMITED, "--steps", "1", "--out", tmp_path / "out"], tmp_path)
     assert re.search(r"'rewards/afield_reward/mean': '0\.\d+'", output), output[-2000:]
-
-
-def test_the_page_shows_lines_of_the_examples() -> None:
-    known = {line.strip() for script in (EXAMPLE, LIMITED) for line in script.read_text().splitlines()}
-    shown = [
-        line.strip()
-        for block in re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.S)
-        for line in block.splitlines()
-    ]
-    assert len(shown) > 10
-    assert [line for line in shown if line not in known] == []

@@ -195,6 +195,7 @@ class ConnectionPool:
 
     def take_idle(self) -> HttpConnection | None:
         """The connection that was used last; None if none is idle."""
+        self._close_expired()  # the cleanup is late if something has blocked the event loop
         while self._idle:
             connection = self._idle.pop()
             if connection.reusable:
@@ -227,11 +228,14 @@ class ConnectionPool:
         if self._cleanup is None:
             self._cleanup = loop.call_later(KEEP_S / 4, self._close_idle)
 
-    def _close_idle(self) -> None:
-        loop = asyncio.get_running_loop()
-        expired = loop.time() - KEEP_S
+    def _close_expired(self) -> None:
+        expired = asyncio.get_running_loop().time() - KEEP_S
         while self._idle and (self._idle[0].idle_since or 0.0) <= expired:
             self._idle.popleft().close()
+
+    def _close_idle(self) -> None:
+        self._close_expired()
+        loop = asyncio.get_running_loop()
         self._cleanup = loop.call_later(KEEP_S / 4, self._close_idle) if self._idle else None
 
     def close(self) -> None:
