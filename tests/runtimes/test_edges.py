@@ -315,7 +315,7 @@ def test_a_resumed_run_takes_what_the_file_and_the_command_say_of_one_place(tmp_
     file = tmp_path / "train.toml"
     file.write_text("[train.container]\nnetwork = 'mine'\n")
     args = argparse.Namespace(config=file, resume=None, set=["container.user=me"], role="all")
-    config, _ = train.resume(run, args, Environment.read())
+    config, _ = train.resume(run, args, "train", Environment.read())
     assert (config.container.network, config.container.user) == ("mine", "me")
 
 

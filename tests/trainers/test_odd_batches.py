@@ -151,11 +151,13 @@ def test_a_run_that_lacked_memory_continues_in_smaller_parts_and_learns_nothing_
         "learn.device=cpu",
     ]
     words = [word for key in told for word in ("--set", key)]
-    config, _ = resume(run, parser.parse_args(["train", "--resume", "run", *words]), Environment.read())
+    changed = parser.parse_args(["train", "--resume", "run", *words])
+    config, _ = resume(run, changed, "train", Environment.read())
     assert (config.learn.max_tokens_per_pass, config.learn.devices) == (512, 2)
+    changed_words = ["train", "--resume", "run", "--set"]
     for other in ("learn.loss=cispo", "learn.lora.rank=4", "learn.dtype=bfloat16"):
         with pytest.raises(UsageError, match="learn cannot change in a resumed run"):
-            resume(run, parser.parse_args(["train", "--resume", "run", "--set", other]), Environment.read())
+            resume(run, parser.parse_args([*changed_words, other]), "train", Environment.read())
 
 
 def test_too_little_memory_says_what_to_do(model_path: Path) -> None:
