@@ -124,8 +124,8 @@ class TrackerThread:
                 self._count(f"{type(error).__name__}: {error}")
 
     def _open(self) -> None:
-        tracker = self._make()
         try:
+            tracker = self._make()
             self.state.id = tracker.start(self._run, self.state.id)
         except Exception as error:
             self._retry_at = time.monotonic() + RESTART_S
