@@ -190,7 +190,7 @@ def test_export_lists_atif_steps_that_cannot_be_trained(
         ('{"schema_version": "ATIF-v1.6", "steps": [', "cannot be read as ATIF"),
         ('{"schema_version": "ATIF-v1.6"}', "no list 'steps'"),
         (json.dumps(foreign(tokens([1], [2]) | {"logprobs": [-1.0, -2.0]})), "1 sampled ids, 2 log-prob"),
-        (json.dumps(foreign(tokens([1], [-2]))), "token id -2 is negative"),
+        (json.dumps(foreign(tokens([1], [-2]))), "token id -2 must be from 0"),
         (json.dumps(foreign(tokens([1], [2]) | {"logprobs": [0.5]})), "the log-probability 0.5 is above 0"),
     ],
 )

@@ -46,15 +46,19 @@ def written(tmp_path: Path) -> Path:
         (
             4,
             lambda row: row["prompt_ids"].__setitem__(0, 9),
-            "turn t3: its prompt does not begin with turn t1",
+            "turn t3: its prompt does not begin with the tokens of its parent, turn t1",
         ),
-        (4, lambda row: row.update(prompt_ids=[1, 2]), "turn t3: its prompt does not begin with turn t1"),
+        (
+            4,
+            lambda row: row.update(prompt_ids=[1, 2]),
+            "turn t3: its prompt does not begin with the tokens of its parent, turn t1",
+        ),
         (
             4,
             lambda row: row["turns"][0].update(parent="t9"),
             "turn t3: its parent t9 does not come before it",
         ),
-        (3, lambda row: row["turns"][1].update(parent=""), "turn t2: its row puts it after t1"),
+        (3, lambda row: row["turns"][1].update(parent=""), "turn t2: the row has this turn after t1"),
         (3, lambda row: row["logprobs"].__setitem__(0, 5.0), "turn t1: the log-probability 5 is above 0"),
         (3, lambda row: row["logprobs"].__setitem__(0, None), "turn t1: Expected `float`, got `null`"),
         (3, lambda row: row["response_ids"].__setitem__(0, 2**63), "turn t1: token id 9223372036854775808"),
@@ -69,16 +73,16 @@ def test_a_line_that_was_tampered_with_is_refused_by_rollout_and_turn(
 
 
 def test_rows_of_several_turns_are_not_rows_per_turn(written: Path) -> None:
-    with pytest.raises(UsageError, match="rollout g-1, turn t1: its row has 2 turns, not one"):
+    with pytest.raises(
+        UsageError, match="rollout g-1, turn t1: the row has 2 turns; form per_turn allows one"
+    ):
         read_jsonl(rewritten(written, 0, lambda head: head.update(form="per_turn")))
 
 
 def test_weights_that_are_not_the_rows_parts_are_refused() -> None:
     tensors = to_tensordict(from_groups([group(branching("g-1", 1.0))]), pad_token_id=0)
     tensors["weight"] = tensors["weight"].flip(0)
-    with pytest.raises(
-        UsageError, match=r"rollout g-1, turn t1: weight 0\.4.*, and its row has 3 of 5 tokens"
-    ):
+    with pytest.raises(UsageError, match=r"rollout g-1, turn t1: weight 0\.4.* trained tokens, 3 of 5"):
         from_tensordict(tensors)
 
 

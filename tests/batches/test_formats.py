@@ -132,7 +132,12 @@ def test_whole_rollouts_of_a_tensordict_are_a_batch() -> None:
     ("name", "place", "value", "says"),
     [
         ("response_mask", (0, 1), 0, r"rollout g-1, turn t1: the mask is not 1 exactly"),
-        ("rollout_log_probs", (0, 2), -1.0, r"rollout g-1, turn t1: a log-probability where the mask is 0"),
+        (
+            "rollout_log_probs",
+            (0, 2),
+            -1.0,
+            r"rollout g-1, turn t1: a token with mask 0 has the log-probability",
+        ),
         ("version_low", (0, 3), 9, r"rollout g-1, turn t2: version_low is 9 at response token 3"),
         ("scores", (1, 0), 1.0, r"rollout g-1, turn t3: scores is 1.0 at response token 0"),
         ("attention_mask", (0, 5), 0, r"rollout g-1, turn t1: its attention mask"),
@@ -183,11 +188,11 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "change", "says"),
     [
-        (5, {"logprobs": [-1.0]}, r"line 6: .*rollout g-1, turn t1: 4 response ids"),
+        (5, {"logprobs": [-1.0]}, r"line 6: .*rollout g-1, turn t1: the row has 4 response ids"),
         (5, {"prompt_ids": ["x"]}, r"line 6: .*prompt_ids"),
-        (5, {"score": 7.0}, r"does not line up: rollout g-1, turn t1: group, score"),
-        (5, {"rollout_id": "g-3"}, r"rollout g-3, turn t1: a rollout that does not train"),
-        (1, {"outcome": REWARDED}, r"rollout g-1, turn t9: it has a reward, and no row owns it"),
+        (5, {"score": 7.0}, r"is not a consistent batch: rollout g-1, turn t1: group, score"),
+        (5, {"rollout_id": "g-3"}, r"rollout g-3, turn t1: .* its record is not trained"),
+        (1, {"outcome": REWARDED}, r"rollout g-1, turn t9: the outcome has a reward for this turn"),
         (0, {"v": 2}, "format version 2"),
         (0, {"format": "other"}, "line 1"),
     ],
@@ -204,7 +209,7 @@ def test_lines_that_do_not_line_up_are_refused(tmp_path: Path, line: int, change
 @pytest.mark.parametrize(
     ("column", "row", "value", "says"),
     [
-        ("logprobs", 0, [-1.0], r"row 0: rollout g-1, turn t1: 4 response ids"),
+        ("logprobs", 0, [-1.0], r"row 0: rollout g-1, turn t1: the row has 4 response ids"),
         ("response_mask", 1, [1, 0], r"row 1: rollout g-1, turn t3: the mask is not 1"),
         ("prompt_ids", 1, None, r"row 1: rollout g-1, turn t3: .*prompt_ids"),
         ("score", 0, 9.0, r"row 0: rollout g-1: score is 9.0, its record says"),

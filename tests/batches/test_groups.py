@@ -218,16 +218,19 @@ def columns(**change):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"logprobs": (-1.0,)}, r"rollout g-1, turn t1: 4 response ids, 4 mask entries, 1 log-prob"),
+        (
+            {"logprobs": (-1.0,)},
+            r"rollout g-1, turn t1: the row has 4 response ids, 4 mask entries and 1 log-prob",
+        ),
         (
             {"logprobs": (-1.0, -1.0, -3.0, -1.0)},
-            r"rollout g-1, turn t1: a log-probability where the mask is 0",
+            r"rollout g-1, turn t1: a token with mask 0 has the log-probability -3",
         ),
         ({"logprobs": (-1.0, -1.0, 0.0, float("nan"))}, r"rollout g-1, turn t2: .* not a finite number"),
         ({"response_mask": (1, 1, 1, 1)}, r"rollout g-1, turn t2: the mask is not 1 exactly where"),
         ({"response_mask": (1, 0, 0, 1)}, r"rollout g-1, turn t1: the mask is not 1 exactly where"),
         ({"versions": ()}, r"rollout g-1, turn t1: version spans"),
-        ({"prompt_ids": ()}, r"rollout g-1, turn t1: there is no prompt"),
+        ({"prompt_ids": ()}, r"rollout g-1, turn t1: the row has no prompt"),
         ({"prompt_ids": (-1,)}, r"rollout g-1, turn t1: token id -1"),
         ({"weight": 0.0}, r"rollout g-1, turn t1: weight 0"),
         ({"score": float("inf")}, r"rollout g-1, turn t1: score inf"),
@@ -242,9 +245,9 @@ def test_malformed_columns_are_refused_with_rollout_and_turn(change: dict, says:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"rollout_id": "g-9"}, r"rollout g-9, turn t1: the batch has no record"),
-        ({"score": 0.5}, r"rollout g-1, turn t1: group, score, rewards or failure differ"),
-        ({"attempts": 2}, r"rollout g-1, turn t1: 2 attempts"),
+        ({"rollout_id": "g-9"}, r"rollout g-9, turn t1: .* no record of it"),
+        ({"score": 0.5}, r"rollout g-1, turn t1: group, score, rewards or failure of the row differ"),
+        ({"attempts": 2}, r"rollout g-1, turn t1: the row has 2 attempts"),
         ({"row": 1}, r"rollout g-1, turn t1: row numbers \[1, 1\] must be 0, 1, 2"),
         ({"weight": 0.1}, r"rollout g-1, turn t1: the weights of its rows add up to 0.5"),
     ],
@@ -262,7 +265,7 @@ def test_a_turn_that_two_rows_own_is_refused() -> None:
     batch = from_groups([group(branching("g-1", 1.0))])
     lighter = structs.replace(batch.rows[0].trajectory, weight=0.4)
     twice = structs.replace(batch.rows[0], index=1, trajectory=lighter)
-    with pytest.raises(ValueError, match=r"rollout g-1, turn t1: more than one row owns it"):
+    with pytest.raises(ValueError, match=r"rollout g-1, turn t1: more than one row owns this turn"):
         Batch(form="linear", rows=(batch.rows[0], twice), rollouts=batch.rollouts)
 
 
@@ -283,7 +286,7 @@ def test_a_row_of_a_turn_that_is_gone_is_refused() -> None:
 def test_a_rollout_that_failed_cannot_have_rows() -> None:
     batch = from_groups([group(branching("g-1", 1.0), branching("g-2", None))])
     stray = structs.replace(batch.rows[0], rollout_id="g-2")
-    with pytest.raises(ValueError, match=r"rollout g-2, turn t1: a rollout that does not train has rows"):
+    with pytest.raises(ValueError, match=r"rollout g-2, turn t1: .* its record is not trained"):
         Batch(form="linear", rows=(stray,), rollouts=batch.rollouts)
 
 

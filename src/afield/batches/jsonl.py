@@ -74,7 +74,7 @@ def _read(path: Path, lines: Iterator[tuple[int, bytes]]) -> Batch | TreeBatch:
         columns = tuple(_row(path, lines, RowColumns) for _ in range(head.rows))
     if (more := next(lines, None)) is not None:
         raise UsageError(f"{path} line {more[0]}: more rows than the {head.rows} that its header states")
-    with usage_errors(f"{path} does not line up"):
+    with usage_errors(f"{path} is not a consistent batch"):
         if head.form == "tree":
             return TreeBatch(nodes=nodes, rollouts=rollouts)
         records = records_by_id(rollouts)

@@ -94,7 +94,7 @@ def read_parquet(path: Path) -> Batch | TreeBatch:
         )
         raise UsageError(f"{path} is incomplete: it has {counts}; write it again with write_parquet")
     rollouts = tuple(record for _, record in sorted(records.values(), key=lambda pair: pair[0]))
-    with usage_errors(f"{path} does not line up"):
+    with usage_errors(f"{path} is not a consistent batch"):
         if head.form == "tree":
             return TreeBatch(nodes=tuple(nodes), rollouts=rollouts)
         return Batch(form=head.form, rows=in_order(parsed), rollouts=rollouts)

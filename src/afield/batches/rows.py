@@ -38,6 +38,11 @@ T = TypeVar("T")
 MAX_TOKEN_ID = 2**31
 ROUNDING = 1e-3
 """Largest log-probability above 0 that floating-point arithmetic explains."""
+NO_RECORD = "the batch has a row of this rollout, but no record of it; add the record"
+NOT_TRAINED = (
+    "the batch has a row of this rollout, but its record is not trained (it has no score, or is a greedy"
+    " baseline); remove the row"
+)
 
 
 class OwnedTurn(TurnRange, frozen=True, kw_only=True):
@@ -143,7 +148,7 @@ class Row(Struct, frozen=True, kw_only=True):
         """Convert to columns. Raises ValueError if the rollout does not train."""
         row, start = self.trajectory, self.prompt_length
         if record.score is None:
-            raise ValueError(f"{self.where}: a rollout that does not train has rows")
+            raise ValueError(f"{self.where}: {NOT_TRAINED}")
         return RowColumns(
             rollout_id=self.rollout_id,
             group_id=self.group_id,
@@ -200,12 +205,12 @@ class RowColumns(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         where = self.where
         if not self.prompt_ids:
-            raise ValueError(f"{where}: there is no prompt before its first sampled token")
+            raise ValueError(f"{where}: the row has no prompt tokens before its first sampled token")
         lengths = (len(self.response_ids), len(self.response_mask), len(self.logprobs))
         if len(set(lengths)) != 1:
             raise ValueError(
-                f"{where}: {lengths[0]} response ids, {lengths[1]} mask entries,"
-                f" {lengths[2]} log-probabilities"
+                f"{where}: the row has {lengths[0]} response ids, {lengths[1]} mask entries and {lengths[2]}"
+                " log-probabilities; it must have as many of each"
             )
         check_ids((*self.prompt_ids, *self.response_ids), where)
         self._check_mask()
@@ -237,14 +242,16 @@ class RowColumns(Struct, frozen=True, kw_only=True):
             raise ValueError(f"{self.where}: the mask marks tokens that belong to no turn of the row")
         for mask, logprob in zip(self.response_mask, self.logprobs, strict=True):
             if logprob and not mask:
-                raise ValueError(f"{self.where}: a log-probability where the mask is 0")
+                raise ValueError(
+                    f"{self.where}: a token with mask 0 has the log-probability {logprob:g}; set it to 0.0"
+                )
 
     def to_row(self, record: RolloutRecord | None) -> Row:
         """Convert to a row. Raises ValueError if the columns differ from the rollout's record."""
         if record is None:
-            raise ValueError(f"{self.where}: the batch has no record of this rollout")
+            raise ValueError(f"{self.where}: {NO_RECORD}")
         if not record.trains:
-            raise ValueError(f"{self.where}: a rollout that does not train has rows")
+            raise ValueError(f"{self.where}: {NOT_TRAINED}")
         expected = (
             record.rollout.group_id,
             record.score,
@@ -253,11 +260,12 @@ class RowColumns(Struct, frozen=True, kw_only=True):
         )
         if (self.group_id, self.score, self.rewards, self.failure) != expected:
             raise ValueError(
-                f"{self.where}: group, score, rewards or failure differ from its rollout's record"
+                f"{self.where}: group, score, rewards or failure of the row differ from the rollout's record"
             )
         if self.attempts != record.attempts:
             raise ValueError(
-                f"{self.where}: {self.attempts} attempts, its rollout's record says {record.attempts}"
+                f"{self.where}: the row has {self.attempts} attempts, but the rollout's record has"
+                f" {record.attempts}"
             )
         start = len(self.prompt_ids)
         trajectory = Trajectory(
@@ -316,7 +324,9 @@ class Batch(Struct, frozen=True, kw_only=True):
             check_rollout(rows)
             check_lineage(rows)
             if self.form == "per_turn" and (longer := [row for row in rows if len(row.turns) > 1]):
-                raise ValueError(f"{longer[0].where}: its row has {len(longer[0].turns)} turns, not one")
+                raise ValueError(
+                    f"{longer[0].where}: the row has {len(longer[0].turns)} turns; form per_turn allows one"
+                )
         for rollout_id, record in records.items():
             check_rewards(record, {turn.id for row in by_rollout.get(rollout_id, []) for turn in row.turns})
 
@@ -385,7 +395,7 @@ def in_order(rows: Iterable[Row]) -> tuple[Row, ...]:
 
 def check_ids(ids: Iterable[int], where: str) -> None:
     if stray := next((i for i in ids if not 0 <= i < MAX_TOKEN_ID), None):
-        raise ValueError(f"{where}: token id {stray} is negative, or beyond every vocabulary")
+        raise ValueError(f"{where}: token id {stray} must be from 0 to {MAX_TOKEN_ID - 1}")
 
 
 def check_logprobs(logprobs: Iterable[float], where: str) -> None:
@@ -412,11 +422,14 @@ def record_of_row(row: Row, records: Mapping[str, RolloutRecord]) -> RolloutReco
     """Record of a row's rollout. Raises ValueError if it is missing, does not train or differs in group."""
     record = records.get(row.rollout_id)
     if record is None:
-        raise ValueError(f"{row.where}: the batch has no record of this rollout")
+        raise ValueError(f"{row.where}: {NO_RECORD}")
     if not record.trains:
-        raise ValueError(f"{row.where}: a rollout that does not train has rows")
+        raise ValueError(f"{row.where}: {NOT_TRAINED}")
     if row.group_id != record.rollout.group_id:
-        raise ValueError(f"{row.where}: group {row.group_id} is not that of its rollout's record")
+        raise ValueError(
+            f"{row.where}: the row has the group {row.group_id!r}, but the rollout's record has"
+            f" {record.rollout.group_id!r}"
+        )
     return record
 
 
@@ -428,10 +441,15 @@ def check_rollout(rows: list[Row]) -> None:
     seen: set[str] = set()
     for turn in turns:
         if turn.id in seen:
-            raise ValueError(f"rollout {rows[0].rollout_id}, turn {turn.id}: more than one row owns it")
+            raise ValueError(
+                f"rollout {rows[0].rollout_id}, turn {turn.id}: more than one row owns this turn"
+            )
         seen.add(turn.id)
     if sorted(turn.order for turn in turns) != list(range(len(turns))):
-        raise ValueError(f"{rows[0].where}: the order of its turns is {[turn.order for turn in turns]}")
+        raise ValueError(
+            f"{rows[0].where}: the rollout's turns have the positions {[turn.order for turn in turns]};"
+            f" each number from 0 to {len(turns) - 1} must occur once"
+        )
     weight = math.fsum(row.trajectory.weight for row in rows)
     if abs(weight - 1) > 1e-6:
         raise ValueError(
@@ -441,7 +459,8 @@ def check_rollout(rows: list[Row]) -> None:
     for row in rows:
         if not math.isclose(row.trajectory.weight, row.owned / total, rel_tol=1e-6):
             raise ValueError(
-                f"{row.where}: weight {row.trajectory.weight}, and its row has {row.owned} of {total} tokens"
+                f"{row.where}: weight {row.trajectory.weight} is not the row's share of the rollout's trained"
+                f" tokens, {row.owned} of {total}"
             )
 
 
@@ -454,7 +473,8 @@ def check_lineage(rows: list[Row]) -> None:
             where = f"rollout {row.rollout_id}, turn {turn.id}"
             if previous is not None and turn.parent != previous:
                 raise ValueError(
-                    f"{where}: its row puts it after {previous}, but its parent is {turn.parent!r}"
+                    f"{where}: the row has this turn after {previous}, but the turn's parent is"
+                    f" {turn.parent!r}"
                 )
             previous = turn.id
             if not turn.parent:
@@ -464,7 +484,9 @@ def check_lineage(rows: list[Row]) -> None:
             owner, parent = owners[turn.parent]
             end = parent.end
             if owner is not row and (end > row.prompt_length or owner.token_ids[:end] != row.token_ids[:end]):
-                raise ValueError(f"{where}: its prompt does not begin with turn {parent.id}, its parent")
+                raise ValueError(
+                    f"{where}: its prompt does not begin with the tokens of its parent, turn {parent.id}"
+                )
 
 
 def check_rewards(record: RolloutRecord, owned: set[str]) -> None:
@@ -473,7 +495,10 @@ def check_rewards(record: RolloutRecord, owned: set[str]) -> None:
     rewarded = set(outcome.turn_rewards).union(*outcome.named_turn_rewards.values())
     if stray := sorted(rewarded - owned) if record.trains else []:
         where = f"rollout {record.rollout.id}, turn {stray[0]}"
-        raise ValueError(f"{where}: it has a reward, and no row owns it")
+        raise ValueError(
+            f"{where}: the outcome has a reward for this turn, but the batch does not train the turn;"
+            " add the turn, or remove its reward"
+        )
 
 
 # --- reading -------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ def from_tensordict(tensors: Any) -> Batch:
     columns |= {name: list(tensors.get(name).tolist()) for name in OTHERS if name not in ("form", "rowless")}
     records: dict[int, RolloutRecord] = {}
     rows: list[Row] = []
-    with usage_errors("the TensorDict does not line up"):
+    with usage_errors("the TensorDict is not a consistent batch"):
         for n in range(len(both)):
             line = {name: values[n] for name, values in columns.items()}
             record = msgspec.json.decode(line["record"], type=RolloutRecord)

@@ -53,7 +53,7 @@ def add(commands: Any) -> None:
     _add_limits(command)
     command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     command.add_argument(
-        "--port", type=int, default=8480, help="port to listen on; 0 takes any free one (default: 8480)"
+        "--port", type=int, default=8480, help="port to listen on; 0 selects a free port (default: 8480)"
     )
     command.add_argument("--region", default="us-west-2", help="AWS region in ARNs (default: us-west-2)")
     command.add_argument(
@@ -62,13 +62,13 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--require-signature",
         action="store_true",
-        help="refuse requests without a SigV4 header; --secret-key also verifies it",
+        help="refuse requests without a SigV4 header; with --secret-key, also verify the signature",
     )
     command.add_argument(
         "--secret-key",
         metavar="KEY",
-        help="secret access key that requests must be signed with, or AFIELD_ACR_SECRET_KEY, which other"
-        " users cannot read; required on addresses other than loopback",
+        help="secret access key with which clients must sign every request; AFIELD_ACR_SECRET_KEY sets it"
+        " without showing it to other users; required unless --host is a loopback address",
     )
     command.add_argument(
         "--log-format",
@@ -128,13 +128,21 @@ def _add_limits(command: argparse.ArgumentParser) -> None:
     def number(name: str, default: float, help: str) -> None:
         command.add_argument(name, type=type(default), default=default, help=f"{help} (default: {default:g})")
 
-    number("--sessions", 1000, "sessions alive at once; more get 402")
-    number("--starts-per-s", 25.0, "session starts per second; more get 429")
-    number("--stops-per-s", 25.0, "session stops per second; more get 429")
-    number("--invokes-per-s", 200.0, "invocations of one agent per second; more get 429")
+    number("--sessions", 1000, "largest number of concurrent sessions; above it, an invocation gets 402")
+    number(
+        "--starts-per-s",
+        25.0,
+        "largest number of session starts per second; above it, an invocation gets 429",
+    )
+    number("--stops-per-s", 25.0, "largest number of session stops per second; above it, a stop gets 429")
+    number(
+        "--invokes-per-s",
+        200.0,
+        "largest number of invocations of one agent per second; above it, an invocation gets 429",
+    )
     number("--burst-s", 1.0, "seconds of these rates that may arrive in one burst")
     number("--cold-start-s", 0.0, "shortest time of an invocation that starts a session, in seconds")
-    number("--init-s", 30.0, "seconds that a program has to serve /ping; later it gets 424")
+    number("--init-s", 30.0, "seconds that a program has to serve /ping; after that, its invocation gets 424")
     number("--ready-s", 0.5, "seconds that a runtime is CREATING, UPDATING or DELETING")
     number("--speed", 1.0, "factor by which lifecycle and request timeouts are shortened")
     number("--seed", 0, "seed of fault injection")

@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
         action="append",
         default=[],
         metavar="FAMILY",
-        help="template family; may be repeated (default: chatml and qwen3.5)",
+        help="family of chat templates to test with; may be repeated (default: chatml and qwen3.5)",
     )
     command.add_argument(
         "--suites",
@@ -72,7 +72,7 @@ def _run_suites(args: argparse.Namespace) -> int:
     from afield.conformance.suites.registry import select_suites
 
     if args.template:
-        raise UsageError("--template is for clients; suites run on a template of their own")
+        raise UsageError("--template applies to clients only; with --suites, leave it out")
     suites = select_suites(args.clients)
     with tempfile.TemporaryDirectory(prefix="afield-", ignore_cleanup_errors=True) as scratch:
         folder = (args.keep or Path(scratch)).absolute()

@@ -36,7 +36,7 @@ def add(commands: Any) -> None:
     )
     command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     command.add_argument(
-        "--port", type=int, default=PORT, help=f"port to listen on; 0 takes any free one (default: {PORT})"
+        "--port", type=int, default=PORT, help=f"port to listen on; 0 selects a free port (default: {PORT})"
     )
     command.add_argument("--json", action="store_true", help="print the address as one line of JSON")
     command.set_defaults(run=run)

@@ -354,7 +354,10 @@ class RolloutClient:
         """
         self._check_gives_rewards()
         if inspect.iscoroutinefunction(function):
-            raise UsageError("the reward function is async; await your rewards, and give each with reward()")
+            raise UsageError(
+                "the reward function is async, and reward_group() cannot await it; compute the rewards"
+                " yourself, and record each with reward()"
+            )
         ids = [result.rollout.id for result in group.finished if _pending(result)]
         stored = {rollout_id: self._rewardable(rollout_id) for rollout_id in ids}
         if pending := [result for result in stored.values() if _pending(result)]:
@@ -368,7 +371,8 @@ class RolloutClient:
             self._check_open()
         if self.config.reward_from != "caller":
             raise UsageError(
-                "agents give the rewards of this client; open it with reward_from='caller' to give them"
+                "agents give the rewards of this client; open it with reward_from='caller' to record rewards"
+                " yourself"
             )
 
     def _rewardable(self, rollout_id: str) -> RolloutResult:
@@ -380,7 +384,7 @@ class RolloutClient:
         result = self._rollout_store.get(rollout_id)
         if failure := result.outcome.failure:
             message = f"rollout {rollout_id} has a {failure.kind} failure ({failure.message[:200]})"
-            raise UsageError(f"{message}; only a rollout without a failure takes a reward")
+            raise UsageError(f"{message}; only a rollout without a failure can get a reward")
         return result
 
     def _outcomes_with(self, results: list[RolloutResult], values: object) -> list[Outcome]:
@@ -397,8 +401,10 @@ class RolloutClient:
             for result, outcome in zip(results, outcomes, strict=True):
                 if not _pending(result) and result.outcome != outcome:
                     has, wanted = _reward_text(result.outcome), _reward_text(outcome)
-                    message = f"rollout {outcome.rollout_id} has the reward {has}, and the first one counts"
-                    raise Conflict(f"{message}; {wanted} is refused")
+                    message = (
+                        f"rollout {outcome.rollout_id} has the reward {has}, and a reward cannot be changed"
+                    )
+                    raise Conflict(f"{message} to {wanted}")
             give_rewards(self._run_state, self._rollout_store, outcomes)
             rewarded = [
                 structs.replace(result, outcome=outcome)

@@ -58,7 +58,9 @@ class EndpointGateway:
         )
 
     async def state(self, session_id: str) -> SessionState:
-        raise Unavailable(f"the endpoint {self._url} has no state of session {session_id}")
+        raise Unavailable(
+            f"the endpoint {self._url} does not report the state of sessions, such as {session_id}"
+        )
 
     async def states(self, session_ids: Sequence[str]) -> dict[str, SessionState]:
         return {}
@@ -82,4 +84,6 @@ class EndpointGateway:
         return None
 
     async def publish(self, policy: Policy, path: str) -> None:
-        raise UsageError(f"the endpoint {self._url} takes no weights")
+        raise UsageError(
+            f"cannot update the weights of the endpoint {self._url}; train with a gateway, and evaluate here"
+        )

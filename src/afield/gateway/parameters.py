@@ -58,7 +58,7 @@ CHOSEN = "the trainer's, unless the session lets its client choose it (`client_s
 TRAINERS = "the trainer's: no such change is made to the distribution"
 FORM = "constrains the reply while it is sampled; see constrained turns"
 VERBOSITY = "a trait of the provider's own models; say in the messages how long the answer should be"
-ONE_EACH = "ask once per choice; each call is its own turn"
+ONE_EACH = "send one request per choice; each call is its own turn"
 STOPS = "use stop strings; a turn ends where the chat template says"
 NO_AUDIO = "ask for text; there is no audio"
 TEMPLATE = "the prompt is always that of the model's own chat template"
@@ -85,17 +85,17 @@ STRUCTURED = [
         FORM,
         *(f"structured_outputs.{kind}" for kind in ("json", "regex", "choice", "grammar", "json_object")),
     ),
-    *honoured("holds the form of the reply", "structured_outputs"),
+    *honoured("an object", "structured_outputs"),
     *refused(
-        "write it into the schema or the grammar",
+        "leave it out, and state the rule in the schema or the grammar",
         {
             "structured_outputs.disable_any_whitespace": (False,),
             "structured_outputs.disable_additional_properties": (False,),
             "structured_outputs.whitespace_pattern": (),
             "structured_outputs.structural_tag": (),
-            "structured_outputs.disable_fallback": (False,),
         },
     ),
+    *refused("leave it out", {"structured_outputs.disable_fallback": (False,)}),
 ]
 STREAM = [
     *honoured("the answer comes as a stream of events", "stream"),
@@ -116,7 +116,7 @@ BOOKKEEPING = honoured(
     "prompt_cache_options",
     "prompt_cache_retention",
 )
-OURS = honoured("the answer has the ids of the prompt's and the reply's tokens", "return_token_ids")
+OURS = honoured("the answer contains the token ids of the prompt and of the reply", "return_token_ids")
 # vLLM's extra parameters of Chat Completions and Completions; Responses and Messages have some of them.
 VLLM_SAMPLING = [
     *refused(
@@ -174,10 +174,10 @@ VLLM_TEXT = [
 ]
 THINKING_ON = "turns thinking on or off by the chat template's own switch; 400 where the template has none"
 EFFORT = (
-    "how hard to think, for a chat template that takes it; else `none` turns thinking off, any other word on,"
-    " and the turn has a tag `overridden:NAME`"
+    "reasoning effort, if the chat template has a switch for it; otherwise `none` turns thinking off, any"
+    " other value turns it on, and the turn has a tag `overridden:NAME`"
 )
-BUDGET = "the most tokens to think for; a turn that is not held to it has a tag `overridden:NAME`"
+BUDGET = "maximum number of thinking tokens; a turn for which it is not enforced has a tag `overridden:NAME`"
 KWARGS = [
     *honoured("an object", "chat_template_kwargs"),
     *honoured(THINKING_ON, "chat_template_kwargs.enable_thinking", "chat_template_kwargs.thinking"),
@@ -192,8 +192,8 @@ CHAT = [
     *honoured("offered to the model by its chat template", "tools"),
     *honoured("`required` and named tools are enforced while the reply is sampled", "tool_choice"),
     *honoured("false: one call at most, enforced while the reply is sampled", "parallel_tool_calls"),
-    *honoured("may only lower what the session allows", "max_tokens", "max_completion_tokens"),
-    *honoured("the reply ends before the first of them", "stop"),
+    *honoured("may only lower the session's limit", "max_tokens", "max_completion_tokens"),
+    *honoured("the reply ends before the first stop string", "stop"),
     *honoured("log-probabilities as they are recorded", "logprobs"),
     *honoured(LIKELIEST, "top_logprobs"),
     *honoured(SCORED, "prompt_logprobs"),
@@ -245,8 +245,8 @@ CHAT = [
 COMPLETIONS = [
     *honoured("text or token ids; one prompt", "prompt"),
     *honoured("returned in the answer; the served model answers, whatever the name", "model"),
-    *honoured("may only lower what the session allows", "max_tokens"),
-    *honoured("the text ends before the first of them", "stop"),
+    *honoured("may only lower the session's limit", "max_tokens"),
+    *honoured("the text ends before the first stop string", "stop"),
     *honoured("recorded log-probabilities, with this number of most likely tokens per position", "logprobs"),
     *honoured(SCORED, "prompt_logprobs"),
     *honoured("tokens in log-probabilities are spelled `token_id:ID`", "return_tokens_as_token_ids"),
@@ -281,7 +281,7 @@ RESPONSES = [
     *honoured("functions and custom tools are offered to the model by its chat template", "tools"),
     *honoured("`required` and named tools are enforced while the reply is sampled", "tool_choice"),
     *honoured("false: one call at most, enforced while the reply is sampled", "parallel_tool_calls"),
-    *honoured("may only lower what the session allows", "max_output_tokens"),
+    *honoured("may only lower the session's limit", "max_output_tokens"),
     *honoured("accepted; it limits calls of provider tools, which do not run here", "max_tool_calls"),
     *honoured(
         "`reasoning.encrypted_content` and `message.output_text.logprobs`; other values ask for the output"
@@ -361,8 +361,8 @@ ANTHROPIC = [
     *honoured(
         "true: one call at most, enforced while the reply is sampled", "tool_choice.disable_parallel_tool_use"
     ),
-    *honoured("may only lower what the session allows", "max_tokens"),
-    *honoured("the reply ends before the first of them", "stop_sequences"),
+    *honoured("may only lower the session's limit", "max_tokens"),
+    *honoured("the reply ends before the first stop string", "stop_sequences"),
     *honoured("the answer comes as a stream of events", "stream"),
     *honoured("an object", "output_config", "thinking"),
     *honoured(FORM, "output_config.format", "output_format"),
@@ -442,8 +442,8 @@ GEMINI = [
             "toolConfig.includeServerSideToolInvocations": (False,),
         },
     ),
-    *honoured("may only lower what the session allows", f"{CONFIG}maxOutputTokens"),
-    *honoured("the reply ends before the first of them", f"{CONFIG}stopSequences"),
+    *honoured("may only lower the session's limit", f"{CONFIG}maxOutputTokens"),
+    *honoured("the reply ends before the first stop string", f"{CONFIG}stopSequences"),
     *honoured(
         FORM,
         *(
@@ -472,8 +472,8 @@ GEMINI = [
     ),
     *honoured("accepted; nothing is filtered here", "safetySettings"),
     *honoured(NO_EFFECT, "labels", "serviceTier", "store"),
-    *honoured("the answer has the ids of the prompt's and the reply's tokens", "returnTokenIds"),
-    *refused("ask once per candidate; each call is its own turn", {f"{CONFIG}candidateCount": (1,)}),
+    *honoured("the answer contains the token ids of the prompt and of the reply", "returnTokenIds"),
+    *refused("send one request per candidate; each call is its own turn", {f"{CONFIG}candidateCount": (1,)}),
     *refused("ask for TEXT", {f"{CONFIG}responseModalities": (["TEXT"], ["text"])}),
     *refused("send the contents themselves", {"cachedContent": (), "continuationToken": ()}),
     *refused("leave it out; nothing is screened here", {"modelArmorConfig": ()}),

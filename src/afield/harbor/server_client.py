@@ -379,7 +379,8 @@ def read_response(response: RunResponse) -> dict[str, Any]:
     rewards = response.rewards
     if response.status in ("completed", "timeout") and rewards:
         if "reward" not in rewards and len(rewards) > 1:
-            raise VerifierFailure(f"none of the rewards {sorted(rewards)} is named 'reward'", Reason.REWARD)
+            message = f"none of the rewards {sorted(rewards)} is named 'reward'"
+            raise VerifierFailure(f"{message}; tests/test.sh must write one with this name", Reason.REWARD)
         reward = rewards.get("reward", next(iter(rewards.values())))
         return {"reward": reward, "metrics": rewards, "stop_reason": response.exception_type}
     message = response.error or f"the run ended as {response.status} without rewards"

@@ -150,7 +150,8 @@ def read_result(result: Mapping[str, Any]) -> dict[str, Any]:
             raise trial_failure(problem["exception_type"], problem["exception_message"])
         raise VerifierFailure("the Harbor trial has no rewards and no exception", Reason.REWARD)
     if "reward" not in rewards and len(rewards) > 1:
-        raise VerifierFailure(f"none of the rewards {sorted(rewards)} is named 'reward'", Reason.REWARD)
+        message = f"none of the rewards {sorted(rewards)} is named 'reward'"
+        raise VerifierFailure(f"{message}; tests/test.sh must write one with this name", Reason.REWARD)
     usage = result.get("agent_result") or {}
     tokens = {name: usage.get(f"n_{name}") for name in ("input_tokens", "output_tokens")}
     return {

@@ -120,7 +120,8 @@ async def read_rewards(sandbox: Sandbox, output: str) -> dict[str, float]:
             raise VerifierFailure(f"reward {name!r} is {excerpt}, not a finite number{ending}", Reason.REWARD)
     if "reward" not in rewards:
         if len(rewards) != 1:
-            raise VerifierFailure(f"none of the rewards {sorted(rewards)} is named 'reward'", Reason.REWARD)
+            message = f"none of the rewards {sorted(rewards)} is named 'reward'"
+            raise VerifierFailure(f"{message}; tests/test.sh must write one with this name", Reason.REWARD)
         rewards = {**rewards, "reward": next(iter(rewards.values()))}
     return {name: float(value) for name, value in rewards.items()}
 

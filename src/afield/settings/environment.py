@@ -60,7 +60,7 @@ class Environment(Struct, frozen=True):
     """API key that agents send to the endpoint of `afield eval --endpoint`: AFIELD_ENDPOINT_KEY."""
 
     otel_endpoint: str = ""
-    """Address of an OTLP collector: OTEL_EXPORTER_OTLP_ENDPOINT or its variant for traces; empty without."""
+    """Address of an OTLP collector: OTEL_EXPORTER_OTLP_ENDPOINT or its variant for traces; empty if unset."""
     otel_content: bool = False
     """Whether traces hold prompts and replies: OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT."""
 

@@ -100,7 +100,7 @@ class SettingsGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     title: ClassVar[str] = ""
     """Heading of the group in --help and docs/reference/settings.md."""
     groups: ClassVar[tuple[type[SettingsGroup], ...]] = ()
-    """Groups that this struct combines."""
+    """Settings groups whose fields this class combines; empty for a single group."""
 
     def __post_init__(self) -> None:
         for name, bounds in _bounds(type(self)):

@@ -30,7 +30,7 @@ class ServerSettings(SettingsGroup, frozen=True, kw_only=True):
     host: Annotated[str, Metavar("HOST")] = "127.0.0.1"
     """Address to listen on."""
     port: Annotated[int, Metavar("PORT"), Bound(at_least=0, at_most=65535)] = 8400
-    """Port to listen on; 0 takes any free one."""
+    """Port to listen on; 0 selects a free port."""
     public_url: Url = ""
     """Address given to agents; by default the address the gateway listens on."""
     admin_key: Annotated[str, Metavar("KEY")] = ""
@@ -67,8 +67,8 @@ class EngineSettings(SettingsGroup, frozen=True, kw_only=True):
     """Engine: torch (embedded), vllm (starts servers), vllm=URL, sglang=URL, relay=vllm:NAME for a server
     behind a relay, or scripted=FILE for tests; may be repeated."""
     slots: CountOrZero = 0
-    """Calls that the embedded engine runs at once; 0 takes 64 on a CPU, and on a GPU what its free memory
-    holds."""
+    """Calls that the embedded engine runs at once; 0 selects 64 on a CPU, and on a GPU as many as fit into
+    its free memory."""
     seed: int = 0
     """Sampling seed of the embedded engine."""
     engine_dtype: EngineDtype = "auto"

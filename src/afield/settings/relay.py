@@ -16,7 +16,7 @@ class RelayServerSettings(SettingsGroup, frozen=True, kw_only=True):
     host: Annotated[str, Metavar("HOST")] = "127.0.0.1"
     """Address to listen on."""
     port: Annotated[int, Metavar("PORT"), Bound(at_least=0, at_most=65535)] = 8500
-    """Port to listen on; 0 takes any free one."""
+    """Port to listen on; 0 selects a free port."""
     cluster: Annotated[tuple[str, ...], Metavar("NAME[=FILE]")] = ()
     """Cluster that may connect, with the file of its secret (mode 0600), or AFIELD_RELAY_SECRET; may be
     repeated."""
@@ -34,21 +34,23 @@ class RelayLimitSettings(SettingsGroup, frozen=True, kw_only=True):
     title: ClassVar[str] = "Limits"
 
     max_requests: Count = 8192
-    """Requests in flight per connected process."""
+    """Largest number of requests in flight for each connected process."""
     max_body_mb: Count = 64
-    """MiB of one request body."""
+    """Largest size of a request body, in MiB."""
     max_connections: Count = 32_768
-    """Connections of agents."""
+    """Largest number of connections from agents."""
     max_connections_per_address: Count = 16_384
-    """Connections of one address; raise it if a proxy in front of the relay has all of them."""
+    """Largest number of connections from one address; raise it if a proxy in front of the relay opens all
+    connections."""
     max_held_mb: Count = 768
-    """MiB of requests and responses that the relay holds; above it new requests get 503."""
+    """Largest size of all requests and responses in the relay's memory, in MiB; above it, new requests get
+    503."""
     max_held_mb_per_cluster: Count = 512
-    """MiB of requests and responses that the relay holds for one cluster."""
+    """Largest size of the requests and responses of one cluster in the relay's memory, in MiB."""
     hold_timeout_s: Positive = 30.0
     """Seconds that a request waits for a gateway that is not connected."""
     resume_timeout_s: Positive = 60.0
-    """Seconds that requests survive a lost connection to their gateway."""
+    """Seconds that running requests stay open after the relay loses the connection to their gateway."""
     heartbeat_interval_s: Positive = 5.0
     """Seconds between pings; a connection without a reply is closed."""
 

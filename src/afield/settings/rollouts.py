@@ -49,8 +49,8 @@ class AgentSettings(SettingsGroup, frozen=True, kw_only=True):
     """Store through which outcomes of agents reach the run: files, memory, or an address such as
     s3://BUCKET?sqs=URL."""
     python: Annotated[str, Metavar("PATH"), PATH, RESUMABLE] = ""
-    """Python interpreter of the agent's own virtualenv, in which afield is installed; empty is this one. For
-    the runtimes process and sandbox."""
+    """Python interpreter of the agent's own virtualenv, in which afield must be installed; if empty, agents
+    use the interpreter that runs afield. For the runtimes process and sandbox."""
     workers: Annotated[Count, RESUMABLE] = 2
     """Agent processes that the runtime `process` starts; the rollouts share them."""
     process_per_rollout: bool = False
@@ -64,7 +64,7 @@ class AgentSettings(SettingsGroup, frozen=True, kw_only=True):
 
 
 class Deadlines(SettingsGroup, frozen=True, kw_only=True):
-    """Timeouts of one attempt, and of the rollout that retries it; None is no limit."""
+    """Timeouts of one attempt, and of the rollout with all its attempts; None sets no limit."""
 
     title: ClassVar[str] = "Timeouts"
 
@@ -87,7 +87,7 @@ class Deadlines(SettingsGroup, frozen=True, kw_only=True):
     teardown_timeout_s: Positive = 30.0
     """Seconds that stopping an agent may take."""
     rollout_timeout_s: Positive | None = None
-    """Seconds for a rollout with all its attempts."""
+    """Seconds that a rollout may take, with all its attempts."""
     active_s: Positive | None = None
     """Seconds after a model call in which a timeout of the attempt counts as a policy failure, because the
     agent was still calling the model; later it is an infrastructure failure. Default: 60, at most half of
@@ -159,11 +159,12 @@ class GatewayAddress(SettingsGroup, frozen=True, kw_only=True):
     title: ClassVar[str] = "Gateway"
 
     gateway: Annotated[Url, RESUMABLE] = ""
-    """Address of a running gateway, whose admin key is in AFIELD_ADMIN_KEY; empty starts one."""
+    """Address of a running gateway (set AFIELD_ADMIN_KEY to its admin key); if empty, the run starts a
+    gateway."""
     gateway_host: Annotated[str, Metavar("HOST")] = "127.0.0.1"
     """Address that the started gateway listens on; 0.0.0.0 for agents on other machines."""
     gateway_port: CountOrZero = 0
-    """Port of the started gateway; 0 takes any free one."""
+    """Port of the started gateway; 0 selects a free port."""
     gateway_url: Url = ""
     """Address by which agents reach the started gateway, if it differs from the one it listens on."""
 

@@ -75,9 +75,9 @@ class ContainerOptions(SettingsGroup, frozen=True, kw_only=True):
     image: Annotated[str, Metavar("IMAGE")] = ""
     """Image of the agent. Needed, here or as --runtime container=IMAGE, unless all rows name one."""
     image_key: Annotated[str, Metavar("COLUMN")] = ""
-    """Column of task rows that names the image of each; rows without it use `image`."""
+    """Column of task rows with the image of each task; rows without it use `image`."""
     socket: str = ""
-    """Address of Docker or Podman, unix:// or tcp://; empty takes DOCKER_HOST, then the usual sockets."""
+    """Address of Docker or Podman, unix:// or tcp://; if empty, DOCKER_HOST or else the usual sockets."""
     pull: Literal["missing", "always", "never"] = "missing"
     """When to pull the image."""
     command: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ class ContainerOptions(SettingsGroup, frozen=True, kw_only=True):
     network: str = "bridge"
     """Docker or Podman network that containers of agents join."""
     host: str = ""
-    """Name of this machine inside containers; empty detects it."""
+    """Name of this machine inside containers; if empty, afield detects it."""
     mounts: tuple[str, ...] = ()
     """Bind mounts as HOST:CONTAINER or HOST:CONTAINER:ro."""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -96,9 +96,9 @@ class ContainerOptions(SettingsGroup, frozen=True, kw_only=True):
     port: Port = 8080
     """Port that the agent listens on."""
     user: str = ""
-    """User inside the container; empty takes the image's."""
+    """User inside the container; if empty, the image's user."""
     runtime: str = ""
-    """OCI runtime, such as runsc; empty takes the default of Docker or Podman."""
+    """OCI runtime, such as runsc; if empty, the default of Docker or Podman."""
     init: bool = True
     """Run an init process that reaps zombies."""
     keep: tuple[str, ...] = ()
@@ -120,7 +120,7 @@ class AgentCoreOptions(SettingsGroup, frozen=True, kw_only=True):
     arn: str = ""
     """ARN of an existing agent runtime."""
     image_key: Annotated[str, Metavar("COLUMN")] = ""
-    """Column of task rows that names the image of each; `arns` has its agent runtime."""
+    """Column of task rows with the image of each task; `arns` maps the image to its agent runtime."""
     arns: Mapping[str, str] = field(default_factory=dict)
     """ARN of an existing agent runtime for each image that rows name."""
     agent_name: str = ""
@@ -138,19 +138,19 @@ class AgentCoreOptions(SettingsGroup, frozen=True, kw_only=True):
     qualifier: str = "DEFAULT"
     """Endpoint qualifier of the agent runtime."""
     region: str = ""
-    """AWS region; empty takes the AWS configuration's."""
+    """AWS region; if empty, the region of the AWS configuration."""
     endpoint_url: str = ""
     """Address of a compatible server, such as `afield agentcore-local`."""
     bucket: str = ""
-    """S3 bucket for outcomes; with transport `files` it becomes s3://BUCKET."""
+    """S3 bucket for outcomes of agents; if the transport is `files`, afield uses `s3://BUCKET` instead."""
     rate: Positive = 25.0
-    """Session starts per second."""
+    """Largest number of session starts per second."""
     stop_rate: Positive = 25.0
-    """Session stops per second."""
+    """Largest number of session stops per second."""
     cold_start_s: NotNegative = 10.0
     """Seconds that a session takes to start."""
     sessions: Annotated[int, Bound(above=0)] = 1000
-    """Sessions alive at once."""
+    """Largest number of concurrent sessions."""
     idle_s: int = 900
     """Seconds after which AgentCore ends an idle session."""
     max_rollout_s: int = 3600
@@ -171,13 +171,13 @@ class KubernetesOptions(SettingsGroup, frozen=True, kw_only=True):
     image: Annotated[str, Metavar("IMAGE")] = ""
     """Image of the agent. Needed, here or as --runtime kubernetes=IMAGE, unless all rows name one."""
     image_key: Annotated[str, Metavar("COLUMN")] = ""
-    """Column of task rows that names the image of each; rows without it use `image`."""
+    """Column of task rows with the image of each task; rows without it use `image`."""
     namespace: str = "default"
     """Namespace of the Jobs."""
     kubeconfig: str = ""
-    """Kubeconfig file; empty takes the default one, or the service account inside a cluster."""
+    """Kubeconfig file; if empty, the default one, or the service account inside a cluster."""
     context: str = ""
-    """Context of the kubeconfig; empty takes the current one."""
+    """Context of the kubeconfig; if empty, the current one."""
     command: tuple[str, ...] = ()
     """Command that replaces the image's own."""
     service_account: str = ""
@@ -197,7 +197,7 @@ class KubernetesOptions(SettingsGroup, frozen=True, kw_only=True):
     pull: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
     """Image pull policy."""
     pull_secret: str = ""
-    """Secret that opens the image's registry."""
+    """Secret with the credentials of the image's registry."""
     non_root: bool = False
     """Require the image to run as a user other than root."""
     port: Count = 8080
@@ -220,7 +220,7 @@ class RayOptions(SettingsGroup, frozen=True, kw_only=True):
     title: ClassVar[str] = "Runtime ray"
 
     address: str = ""
-    """Address of the cluster; empty starts one on this machine."""
+    """Address of the cluster; if empty, afield starts one on this machine."""
     cpus: float = 1.0
     """CPUs of one agent."""
     gpus: float = 0.0
@@ -232,7 +232,7 @@ class RayOptions(SettingsGroup, frozen=True, kw_only=True):
     runtime_env: Mapping[str, Any] = field(default_factory=dict)
     """Ray runtime environment of agents."""
     log_dir: str = ""
-    """Directory of agent logs on the nodes; empty takes Ray's."""
+    """Directory of agent logs on the nodes; if empty, Ray's."""
     gateway_cpus: NotNegative = 0.0
     """CPUs that each gateway reserves, with `on = "ray"`."""
     gateway_gpus: NotNegative = 0.0

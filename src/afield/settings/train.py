@@ -120,14 +120,14 @@ class CollectSettings(SettingsGroup, frozen=True, kw_only=True):
     straggler_after: Count | None = None
     """Number of rewards in a group after which straggler_s begins to count; default: all but one."""
     dynamic_sampling: bool = False
-    """Replace groups whose rewards are all equal by groups of other tasks, as DAPO does."""
+    """Replace groups whose rewards are all equal with groups of other tasks, as DAPO does."""
     max_refills: Count = 3
     """With dynamic_sampling: largest number of replacements of one group; the last one is kept."""
     max_reward: Positive = 1e6
     """Largest absolute value of a reward; a rollout with a larger one fails."""
     deliver: Delivery = "auto"
-    """Destination of outcomes that agents send: the outcome store, or their gateway; auto takes what they can
-    reach."""
+    """Destination of outcomes that agents send: the outcome store, or their gateway; auto selects the
+    gateway if agents cannot reach the store, or if a verifier gives the rewards."""
     reward_function: Target = ""
     """Function FILE.py:NAME that computes the rewards of a group's rollouts together, in the collector, after
     they have ended; without it, agents or the verifier give them."""
@@ -268,11 +268,11 @@ class GatewayChildSettings(SettingsGroup, frozen=True, kw_only=True):
     """Engine of the started gateway: torch (embedded), vllm (starts servers), vllm=URL, sglang=URL,
     relay=vllm:NAME for a server behind a relay, or scripted=FILE for tests."""
     engine_slots: CountOrZero = 0
-    """Calls that the embedded engine runs at once; 0 takes 64 on a CPU, and on a GPU what its free memory
-    holds."""
+    """Calls that the embedded engine runs at once; 0 selects 64 on a CPU, and on a GPU as many as fit into
+    its free memory."""
     engine_dtype: EngineDtype = "auto"
-    """Dtype in which engines serve and weights are published; `auto` asks the engine. The embedded engine
-    takes float32 on a CPU and bfloat16 on a GPU."""
+    """Dtype in which engines serve and weights are published; `auto` uses the engine's own. The embedded
+    engine uses float32 on a CPU and bfloat16 on a GPU."""
     engine_start_timeout_s: Annotated[NotNegative, RESUMABLE] = 300.0
     """Seconds that the engine of the started gateway has to load its model and answer."""
     record_engine_calls: bool = False
@@ -291,8 +291,8 @@ class GatewayPoolSettings(SettingsGroup, frozen=True, kw_only=True):
     """Place of the started gateways: processes of this machine, or actors on the nodes of the Ray cluster in
     [train.ray]."""
     gateway_store: Annotated[str, Metavar("DIR"), PATH] = ""
-    """Directory of the gateways' stores, on a file system that all nodes mount. With it another node takes
-    over the sessions of a lost one; without it their attempts are retried."""
+    """Directory of the gateways' stores, on a file system that all nodes mount. With it, another node
+    takes over the sessions of a lost node; without it, afield retries their attempts."""
 
 
 class RuntimeTables(SettingsGroup, frozen=True, kw_only=True):

@@ -59,13 +59,13 @@ class TrainerOptions(SettingsGroup, frozen=True, kw_only=True):
     loss: LossName = "ppo"
     """Policy loss."""
     clip: tuple[float, ...] = ()
-    """Clip range of the ratio as [low, high] around 1; empty takes the usual range of the loss."""
+    """Clip range of the ratio as [low, high] around 1; if empty, the usual range of the loss."""
     dual_clip: float = 3.0
     """Upper clip of the ratio for tokens with a negative advantage; `inf` switches it off. Used by the losses
     ppo and dr_grpo."""
     aggregate: Literal["auto", Aggregate] = "auto"
-    """Mean of the loss over a batch. `rollout` weighs rollouts equally, `token` tokens, `constant` divides
-    each rollout by `length`, `auto` takes the usual one of the loss."""
+    """Mean of the loss over a batch. `rollout` weighs rollouts equally, `token` weighs tokens equally,
+    `constant` divides each rollout by `length`, `auto` uses the mean that is usual for the loss."""
     length: Count | None = None
     """Tokens that aggregate `constant` divides a rollout by; default: max_tokens times max_calls."""
     importance: Importance = "token"
@@ -112,7 +112,7 @@ class TrainerOptions(SettingsGroup, frozen=True, kw_only=True):
     rounding: RoundingName = "stochastic"
     """Rounding of published weights to the engine's dtype. `nearest` loses updates below its spacing."""
     device: str = ""
-    """Torch device; empty is cuda if there is one, else cpu."""
+    """Torch device; if empty, cuda where it is available, else cpu."""
     devices: Count = 1
     """Number of GPUs that the model is sharded over."""
 

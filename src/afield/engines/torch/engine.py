@@ -322,7 +322,9 @@ class TorchEngine:
         """Decode the call's images in a thread and expand the prompt; raises ValueError if it is too long."""
         images = self._running().images
         if images is None:
-            raise ValueError(f"call {call.id!r} has images, and the model takes none; serve one that does")
+            raise ValueError(
+                f"call {call.id!r} has images, but the served model is not a vision-language model; serve one"
+            )
         if call.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs are not available for a prompt with images; leave them out")
         async with self._looking:
@@ -343,7 +345,7 @@ class TorchEngine:
                 f"the constraint takes more than {COMPILE_S:g} s to compile; ask for a simpler one"
             ) from error
         if not walker.mask.any():
-            raise ValueError("the constraint allows no reply at all")
+            raise ValueError("no reply can satisfy the constraint of the call; relax the constraint")
         return walker
 
     async def load(self, version: int, path: str) -> None:

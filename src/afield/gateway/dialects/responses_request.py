@@ -664,8 +664,8 @@ def _summary(item: InputItem, where: str) -> Message:
     summary = unseal_summary(item.encrypted_content) if item.encrypted_content else None
     if summary is None:
         raise bad_request(
-            f"{where}: this {item.type} was not made by this gateway, which cannot read it",
-            "compact with POST responses/compact here, or let the client compact its history itself",
+            f"{where}: the {item.type} item was not made by this gateway, so its summary cannot be read",
+            "compact with POST responses/compact of this gateway, or let the client compact its own history",
         )
     return summary_message(summary[1])
 

@@ -111,7 +111,9 @@ class JobLaunch:
         if unscheduled_s >= (most_s := self._namespace.options.unschedulable_s) and (
             summary := unschedulable(pod)
         ):
-            why = f"no node takes it for {most_s:g} s: {summary}; ask for less, or raise unschedulable_s"
+            why = (
+                f"no node accepts the pod for {most_s:g} s: {summary}; request less, or raise unschedulable_s"
+            )
         if why:
             raise InfrastructureFailure(f"{self._session.id} cannot start: {why}", Reason.LAUNCH)
 
@@ -121,9 +123,9 @@ class JobLaunch:
             return
         why = await (await self._namespace.pods()).not_created(session.uid)
         if "exceeded quota" in why:
-            raise RateLimited(f"{session.id} gets no pod: {why}")
+            raise RateLimited(f"Kubernetes creates no pod for {session.id}: {why}")
         if why:
-            raise InfrastructureFailure(f"{session.id} gets no pod: {why}", Reason.LAUNCH)
+            raise InfrastructureFailure(f"Kubernetes creates no pod for {session.id}: {why}", Reason.LAUNCH)
 
     async def _post(self, pod: Pod, attempt: Attempt, body: bytes) -> None:
         pods, now = await self._namespace.pods(), asyncio.get_running_loop().time
