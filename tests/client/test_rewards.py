@@ -89,9 +89,9 @@ def test_the_first_reward_counts_and_repeating_it_is_harmless(gateway: ThreadedG
         finished = client.submit({}, rollout_id="mine").result(timeout=60)
         first = client.reward(finished, 1)
         assert client.reward(finished, 1.0) == client.reward("mine", 1) == first
-        with pytest.raises(Conflict, match=r"mine has the reward 1\.0, and a reward cannot be changed to 0\.0"):
+        with pytest.raises(Conflict, match=r"has the reward 1\.0, and a reward cannot be changed to 0\.0"):
             client.reward(finished, 0)
-        with pytest.raises(Conflict, match=r"1\.0 \{'style': 0\.5\} is refused"):
+        with pytest.raises(Conflict, match=r"1\.0, .* cannot be changed to 1\.0 \{.style.: 0\.5\}"):
             client.reward(finished, 1, style=0.5)
     with gateway.client(silent_agent, **CALLER) as client:
         assert client.submit({}, rollout_id="mine").result(timeout=60).outcome == first.outcome

@@ -23,7 +23,7 @@ class GatewayPlan(Struct, frozen=True, kw_only=True):
     host: str
     """Address to listen on."""
     port: int
-    """Port to listen on; 0 takes any free one."""
+    """Port to listen on; 0 selects a free port."""
 
 
 class ProcessLauncher:

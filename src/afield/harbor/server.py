@@ -359,7 +359,7 @@ def parser() -> argparse.ArgumentParser:
     )
     arguments.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     arguments.add_argument(
-        "--port", type=int, default=8080, help="port; 0 takes any free one (default: 8080)"
+        "--port", type=int, default=8080, help="port; 0 selects a free port (default: 8080)"
     )
     arguments.add_argument(
         "--directory", type=Path, required=True, help="directory of tasks, runs and trials"

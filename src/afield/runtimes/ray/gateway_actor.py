@@ -41,7 +41,7 @@ class RayGatewayPlan(Struct, frozen=True, kw_only=True):
     host: str = ""
     """Address to listen on; empty takes that of the node."""
     port: int = 0
-    """Port to listen on; 0 takes any free one."""
+    """Port to listen on; 0 selects a free port."""
     store: str = ""
     """Directory of its store that all nodes see; empty makes one on the node, which is lost with it."""
     log: str = ""
