@@ -145,6 +145,14 @@ def test_two_ranks_learn_what_one_process_learns(model_path, tmp_path, two_ranks
     assert told.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
+def test_two_ranks_scale_the_loss_in_float16_as_one_process_does(model_path, two_ranks):
+    settings = {**SETTINGS, "dtype": "float16"}
+    alone, ranks = GRPO(model_path, **settings), two_ranks(**settings)
+    one, two = alone.step(BATCHES[0]), ranks.step(BATCHES[0])
+    assert two.metrics["grad_norm"] == pytest.approx(one.metrics["grad_norm"], rel=0.02)
+    assert two.metrics["loss"] == pytest.approx(one.metrics["loss"], rel=0.02, abs=1e-3)
+
+
 def test_a_run_continues_bit_for_bit_and_with_another_number_of_devices(model_path, tmp_path, two_ranks):
     ranks, again = two_ranks(**SETTINGS), two_ranks(**SETTINGS)
     for batch in BATCHES[:2]:

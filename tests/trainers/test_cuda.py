@@ -82,13 +82,14 @@ def test_heads_of_any_size_are_trained_over_trees(size: int, kernel: Kernel | No
 @pytest.mark.parametrize(
     ("settings", "least"),
     [
-        ({}, 0.99999),
-        ({"layout": "padded"}, 0.99999),
+        ({"dtype": "float32"}, 0.99999),
+        ({"dtype": "float32", "layout": "padded"}, 0.99999),
+        ({"dtype": "float16"}, 0.99),
         ({"dtype": "bfloat16"}, 0.99),
         ({"dtype": "bfloat16", "checkpointing": True}, 0.99),
         ({"dtype": "bfloat16", "lora": LoraOptions(rank=4)}, 0.98),
     ],
-    ids=["float32", "padded", "bfloat16", "checkpointing", "lora"],
+    ids=["float32", "padded", "float16", "bfloat16", "checkpointing", "lora"],
 )
 def test_a_step_on_the_device_is_a_step_on_a_cpu(tmp_path: Path, settings: Any, least: float) -> None:
     path = build_tiny_model(tmp_path / "model", hidden=64, max_positions=128)

@@ -16,6 +16,7 @@ from afield.settings.trainer import LoraOptions, LossName
 from afield.trainers.frozen import Frozen
 from afield.trainers.grpo import GRPO
 from afield.trainers.losses import LOSSES
+from afield.trainers.optimizer import GROWTH_UPDATES
 from afield.trajectories import linear, per_turn
 from afield.types import Group, Sampling, Trajectory, TurnRange, VersionSpan
 from support.paths import ROOT
@@ -409,13 +410,45 @@ def test_checkpointing_changes_no_gradient(model_path):
     assert relative_error(ours, gradient(model_path, groups)) < 1e-6
 
 
-def test_in_bfloat16_weights_stay_float32_and_the_gradient_points_the_same_way(model_path):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_16_bits_weights_stay_float32_and_the_gradient_points_the_same_way(model_path, dtype):
     groups = [group_of([1.0, 0.0, 0.5])]
-    half, full = gradient(model_path, groups, dtype="bfloat16"), gradient(model_path, groups)
+    half, full = gradient(model_path, groups, dtype=dtype), gradient(model_path, groups)
     assert {tensor.dtype for tensor in half.values()} == {torch.float32}
     dot = sum(float((half[n] * full[n]).sum()) for n in full)
     norms = [math.sqrt(sum(float(g.square().sum()) for g in side.values())) for side in (half, full)]
     assert dot / norms[0] / norms[1] > 0.99
+    assert math.isclose(norms[0], norms[1], rel_tol=0.05)
+
+
+def test_a_gradient_that_overflows_in_float16_is_computed_again_with_a_smaller_scale(model_path):
+    def trained(factor: float) -> tuple[GRPO, float]:
+        trainer = GRPO(model_path, lr=1e-3, dtype="float16", device="cpu")
+        assert trainer.optimizer.loss_scale is not None
+        trainer.optimizer.loss_scale.factor = factor
+        report = trainer.step([group_of([1.0, 0.0, 0.5])])
+        assert "skipped_updates" not in report.metrics
+        return trainer, report.metrics["grad_norm"]
+
+    (plain, norm), (rescaled, same_norm) = trained(2.0**16), trained(2.0**40)
+    assert math.isclose(norm, same_norm, rel_tol=1e-2)
+    assert plain.optimizer.loss_scale is not None
+    assert plain.optimizer.loss_scale.factor == 2.0**16
+    assert rescaled.optimizer.loss_scale is not None
+    assert 2.0**16 <= rescaled.optimizer.loss_scale.factor < 2.0**40
+
+
+def test_the_scale_of_the_loss_grows_after_updates_without_an_overflow(model_path):
+    trainer = GRPO(model_path, lr=0.0, dtype="float16", device="cpu")
+    scale = trainer.optimizer.loss_scale
+    assert scale is not None
+    scale.updates = GROWTH_UPDATES - 1
+    trainer.step([group_of([1.0, 0.0])])
+    assert (scale.factor, scale.updates) == (2.0**17, 0)
+
+
+def test_by_default_a_cpu_computes_in_float32(model_path):
+    assert GRPO(model_path, lr=1e-3, device="cpu").policy.dtype == "float32"
 
 
 @pytest.mark.parametrize(
@@ -423,10 +456,11 @@ def test_in_bfloat16_weights_stay_float32_and_the_gradient_points_the_same_way(m
     [
         {"lora": LoraOptions(rank=4), "kl": 0.1},
         {"dtype": "bfloat16", "checkpointing": True},
+        {"dtype": "float16"},
         {"loss": "cispo", "layout": "padded", "epochs": 2, "minibatches": 2},
         {"loss": "gspo", "minibatches": 3, "advantage": "rloo"},
     ],
-    ids=["lora", "bfloat16", "cispo", "gspo"],
+    ids=["lora", "bfloat16", "float16", "cispo", "gspo"],
 )
 def test_whatever_was_chosen_a_restored_trainer_continues_bit_for_bit(model_path, tmp_path, settings):
     def trainer(seed: int) -> GRPO:

@@ -22,8 +22,9 @@ LRScheduleName = Literal["constant", "linear", "cosine"]
 LossName = Literal["ppo", "cispo", "gspo", "dr_grpo"]
 MaskTruncated = Literal["off", "turn", "rollout"]
 RoundingName = Literal["stochastic", "nearest"]
-TrainerDtype = Literal["float32", "bfloat16"]
-EngineDtype = Literal["auto", "float32", "bfloat16", "float16"]
+FloatDtype = Literal["float32", "bfloat16", "float16"]
+TrainerDtype = Literal["auto", FloatDtype]
+EngineDtype = Literal["auto", FloatDtype]
 
 
 class LoraOptions(SettingsGroup, frozen=True, kw_only=True):
@@ -100,8 +101,9 @@ class TrainerOptions(SettingsGroup, frozen=True, kw_only=True):
     """Layout of a batch: `tree` computes shared prefixes once, `padded` computes each row for itself."""
     max_tokens_per_pass: Count = 16384
     """Tokens of one forward pass. Lower it if memory runs out."""
-    dtype: TrainerDtype = "float32"
-    """Dtype of the forward pass."""
+    dtype: TrainerDtype = "auto"
+    """Dtype of the forward and backward passes; trained weights are always float32. `auto` is bfloat16 on a
+    GPU and float32 on a CPU. With float16, the loss is scaled so that small gradients do not become 0."""
     checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     lora: LoraOptions = LoraOptions()

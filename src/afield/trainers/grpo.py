@@ -61,7 +61,7 @@ from afield.trainers.losses import (
 from afield.trainers.lr_schedule import LRSchedule
 from afield.trainers.model import PolicyModel, pick_device
 from afield.trainers.model_directory import copy_but_weights, replaced
-from afield.trainers.optimizer import Optimizer, Scores
+from afield.trainers.optimizer import Optimizer, Scores, WeightFunction
 from afield.trainers.publication import MIN_UPDATE_KEPT
 from afield.trainers.sharded_checkpoint import has_shards
 from afield.trainers.token_recorder import TokenRecorder
@@ -157,7 +157,7 @@ class GRPO:
         device: str | None = None,
         layout: LayoutName = "tree",
         max_tokens_per_pass: int = 16384,
-        dtype: TrainerDtype = "float32",
+        dtype: TrainerDtype = "auto",
         checkpointing: bool = False,
         lora: LoraOptions | None = None,
         max_logprob_diff: float | None = None,
@@ -354,24 +354,20 @@ class GRPO:
         if not rows:
             return
         tokens = sum(row.owned for row in batch.rows if row.rollout_id in rollouts)
-        self.optimizer.zero_grad()
-        loss = self.optimizer.backward(
-            rows,
-            partial(compute_loss, objective=self.objective),
-            partial(
-                token_weights,
-                aggregate=self.aggregate,
-                rollouts=len(rollouts),
-                tokens=tokens,
-                length=self.length or 1,
-            ),
-            diagnostics,
-            proximal=proximal,
-            reference=self.objective.kl > 0,
+        weights = partial(
+            token_weights,
+            aggregate=self.aggregate,
+            rollouts=len(rollouts),
+            tokens=tokens,
+            length=self.length or 1,
         )
+        loss, grad_norm = self._gradient(rows, weights, proximal, diagnostics)
         diagnostics.check_bound()
-        grad_norm = self.optimizer.clip_gradient()
         finite = math.isfinite(grad_norm)
+        while not finite and self.optimizer.lower_loss_scale():
+            # The numbers of these rows have been collected.
+            loss, grad_norm = self._gradient(rows, weights, proximal, BatchDiagnostics())
+            finite = math.isfinite(grad_norm)
         if finite:
             self.optimizer.step(self.lr * self.lr_schedule.factor(self.steps))
             self.skipped = 0
@@ -381,6 +377,25 @@ class GRPO:
             diagnostics.counts["skipped_updates"] += 1
         if diagnostics.recorder is not None:
             diagnostics.recorder.updated(rollouts, skipped=not finite)
+
+    def _gradient(
+        self,
+        rows: list[Row],
+        weights: WeightFunction,
+        proximal: Scores | None,
+        diagnostics: BatchDiagnostics,
+    ) -> tuple[float, float]:
+        """Compute and clip the gradient; returns the loss and the gradient's norm before clipping."""
+        self.optimizer.zero_grad()
+        loss = self.optimizer.backward(
+            rows,
+            partial(compute_loss, objective=self.objective),
+            weights,
+            diagnostics,
+            proximal=proximal,
+            reference=self.objective.kl > 0,
+        )
+        return loss, self.optimizer.clip_gradient()
 
     def _skip_update(self, grad_norm: float, rollouts: frozenset[str]) -> None:
         """Leave the weights unchanged; the third such update in a row is an error."""
@@ -496,6 +511,7 @@ class GRPO:
             "steps": self.steps,
             "random": self.random.get_state(),
             "published": [self.version, self.engine_dtype, self.control_logprob_diff],
+            "loss_scale": [scale.factor, scale.updates] if (scale := self.optimizer.loss_scale) else None,
         }
 
     def _write(self, state: dict[str, Any], fresh: Path) -> None:
@@ -526,6 +542,8 @@ class GRPO:
         self.steps = state["steps"]
         # Checkpoints of earlier releases have no "published".
         self.version, self.engine_dtype, self.control_logprob_diff = state.get("published", (None,) * 3)
+        if (scale := self.optimizer.loss_scale) and (saved := state.get("loss_scale")):
+            scale.factor, scale.updates = saved
 
     def _check_unchanged(self, directory: Path) -> None:
         """Refuse a checkpoint of another tokenizer, template or thinking policy."""

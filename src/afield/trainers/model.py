@@ -1,7 +1,7 @@
 """Policy model in training: a Hugging Face causal language model.
 
-All weights train, or LoRA adapters do while the rest stays frozen. Trained weights are float32; with dtype
-bfloat16 the arithmetic is bfloat16 (`autocast`). The reference policy of a KL penalty is the model without
+All weights train, or LoRA adapters do while the rest stays frozen. Trained weights are float32; the
+arithmetic is in `dtype` (`autocast`). The reference policy of a KL penalty is the model without
 its adapters, or a second copy. Dropout is off, since log-probabilities have to match the sampler's; a model
 that is not deterministic is refused.
 """
@@ -23,7 +23,7 @@ from afield.models.masks import ConstraintMasks
 from afield.models.precision import in_float32
 from afield.models.rounding import PublishedUpdate, Rounding, torch_dtype, write_rounding
 from afield.models.vision import Vision
-from afield.settings.trainer import LayoutName, LoraOptions, TrainerDtype
+from afield.settings.trainer import FloatDtype, LayoutName, LoraOptions, TrainerDtype
 from afield.trainers import lora as adapters
 from afield.trainers.micro_batches import ImageReader, Padded
 from afield.trainers.model_directory import copy_but_weights, load_model, replaced, write_weights
@@ -70,7 +70,7 @@ class PolicyModel:
         path: str | Path,
         *,
         device: torch.device,
-        dtype: TrainerDtype = "float32",
+        dtype: TrainerDtype = "auto",
         lora: LoraOptions | None = None,
         checkpointing: bool = False,
         reference: bool = False,
@@ -78,7 +78,7 @@ class PolicyModel:
     ) -> None:
         self.path = Path(path)
         self.device = device
-        self.dtype: TrainerDtype = dtype
+        self.dtype: FloatDtype = pick_dtype(dtype, device)
         self.lora = lora if lora and lora.rank else None
         self.layout: LayoutName = layout
         self.model = self._load()
@@ -324,6 +324,13 @@ def pick_device(name: str | None) -> torch.device:
     if device.type == "meta":
         raise UsageError("device 'meta' computes nothing; leave it out, or say cpu or cuda")
     return device
+
+
+def pick_dtype(name: TrainerDtype, device: torch.device) -> FloatDtype:
+    """The named dtype; `auto` is bfloat16 on a GPU that computes in it, else float32."""
+    if name != "auto":
+        return name
+    return "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported(False) else "float32"
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from typing import Any
 from afield.errors import Unavailable, UsageError, boundary
 from afield.models.model_lock import ALONE
 from afield.models.vision import has_vision
-from afield.settings.trainer import TrainerDtype
+from afield.settings.trainer import FloatDtype
 from afield.types import Failure, FailureKind, Reason
 
 WEIGHTS = (
@@ -32,7 +32,7 @@ WEIGHTS = (
 )
 
 
-def load_model(path: Path, device: Any, dtype: TrainerDtype = "float32") -> Any:
+def load_model(path: Path, device: Any, dtype: FloatDtype = "float32") -> Any:
     import transformers
 
     if not (path / "config.json").is_file():

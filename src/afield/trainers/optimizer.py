@@ -28,6 +28,8 @@ SMALL_MODEL = 5_000_000
 """Parameters below which a model runs on one CPU thread."""
 CONTROL_TOKENS = 2048
 """Sampled tokens over which the control difference is measured."""
+FIRST_SCALE = 2.0**16
+GROWTH_UPDATES = 200
 LossFunction = Callable[[LossInputs], LossOutputs]
 WeightFunction = Callable[[Tensor], tuple[Tensor, float]]
 """Token weights, and the divisor of their sum; see `losses.token_weights`."""
@@ -43,6 +45,26 @@ def rows_for_control(rows: Sequence[Row]) -> list[Row]:
             break
         chosen.append(row)
     return chosen
+
+
+class LossScale:
+    """Factor of the loss that keeps small float16 gradients from becoming 0.
+
+    It is halved when the gradient overflows, and doubled after `GROWTH_UPDATES` updates without an overflow.
+    """
+
+    def __init__(self) -> None:
+        self.factor = FIRST_SCALE
+        self.updates = 0
+        """Updates since the factor changed."""
+
+    def overflowed(self) -> None:
+        self.factor, self.updates = self.factor / 2, 0
+
+    def updated(self) -> None:
+        self.updates += 1
+        if self.updates >= GROWTH_UPDATES:
+            self.factor, self.updates = self.factor * 2, 0
 
 
 class Optimizer:
@@ -69,6 +91,8 @@ class Optimizer:
         self.optimizer = torch.optim.AdamW(policy.trainable, lr=lr, eps=eps, weight_decay=weight_decay)
         self.grad_clip = grad_clip
         self.max_tokens_per_pass = max_tokens_per_pass
+        self.loss_scale = LossScale() if policy.dtype == "float16" else None
+        """Scale of the loss in float16; None in other dtypes."""
 
     @property
     def layout(self) -> LayoutName:
@@ -133,7 +157,7 @@ class Optimizer:
     ) -> float:
         """Accumulate the gradient of the loss over `rows`; returns the loss. Without `proximal` scores the
         current policy is the proximal one."""
-        total = 0.0
+        total, scale = 0.0, self.loss_scale.factor if self.loss_scale else 1.0
         for batch in self.micro_batches(rows):
             # With proximal scores, the values of the policy before the step have been recorded.
             recorded = diagnostics.recorder is not None and proximal is None
@@ -154,20 +178,38 @@ class Optimizer:
                 reference=self.reference_logprobs(batch) if reference else None,
             )
             outputs = loss(inputs)
-            (outputs.total / divisor).backward()
+            (outputs.total * (scale / divisor)).backward()
             diagnostics.add_loss(batch, outputs)
             total += float(outputs.total.detach()) / divisor
         return total
 
     def clip_gradient(self) -> float:
         """Clip the gradient; returns its norm before."""
+        if self.loss_scale:
+            for parameter in self.policy.trainable:
+                if parameter.grad is not None:
+                    parameter.grad.div_(self.loss_scale.factor)
+        return self._clip()
+
+    def _clip(self) -> float:
         return float(torch.nn.utils.clip_grad_norm_(self.policy.trainable, self.grad_clip))
+
+    def lower_loss_scale(self) -> bool:
+        """After a gradient that is not finite: halve the scale of the loss. False if there is none to halve,
+        so that computing the gradient again would give the same."""
+        if self.loss_scale is None or self.loss_scale.factor <= 1:
+            return False
+        self.loss_scale.overflowed()
+        return True
 
     def clip_and_step(self, lr: float | None = None) -> float:
         """Clip the gradient and step; returns the norm before clipping. `lr` holds for this step only."""
         norm = self.clip_gradient()
         if not math.isfinite(norm):
-            raise UsageError(f"the gradient's norm is {norm}; lower the learning rate")
+            remedy = "lower the learning rate"
+            if self.lower_loss_scale():
+                remedy = "the loss is scaled less now: compute the gradient again"
+            raise UsageError(f"the gradient's norm is {norm}; {remedy}")
         self.step(lr)
         return norm
 
@@ -176,6 +218,8 @@ class Optimizer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.hyperparameters["lr"] if lr is None else lr
         self.optimizer.step()
+        if self.loss_scale:
+            self.loss_scale.updated()
 
     def logprobs(self, model: Any, batch: MicroBatch) -> Tensor:
         return self.scores(model, batch).logprob

@@ -95,7 +95,7 @@ class Tuner:
         weight_decay: float = 0.0,
         grad_clip: float = 1.0,
         device: str | None = None,
-        dtype: TrainerDtype = "float32",
+        dtype: TrainerDtype = "auto",
         layout: LayoutName = "tree",
         max_tokens_per_pass: int = 16384,
         checkpointing: bool = False,

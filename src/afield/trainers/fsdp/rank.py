@@ -31,13 +31,14 @@ from afield.batches.rows import Row
 from afield.errors import AfieldError, Unavailable, UsageError, boundary
 from afield.interfaces.weight_probe import WeightProbe
 from afield.models.rounding import PublishedUpdate
+from afield.settings.trainer import TrainerDtype
 from afield.trainers.batch import TrainingBatch
 from afield.trainers.diagnostics import BatchDiagnostics, LogprobDifference
 from afield.trainers.fsdp.trainer import RankConfig, RankReply
 from afield.trainers.grpo import GRPO
 from afield.trainers.logprobs import has_linear_head
 from afield.trainers.micro_batches import MicroBatch, TokenScores, token_scores
-from afield.trainers.model import PolicyModel, compute_weight_probe
+from afield.trainers.model import PolicyModel, compute_weight_probe, pick_dtype
 from afield.trainers.model_directory import replaced
 from afield.trainers.optimizer import LossFunction, Optimizer, Scores, WeightFunction
 from afield.trainers.packing import common
@@ -79,8 +80,10 @@ def shard(model: nn.Module, device: torch.device) -> ShardedModule:
 class ShardedPolicy(PolicyModel):
     """A policy that each rank loads into CPU memory, then shards over the devices."""
 
-    def __init__(self, path: str | Path, *, device: torch.device, **settings: Any) -> None:
-        super().__init__(path, device=torch.device("cpu"), **settings)
+    def __init__(
+        self, path: str | Path, *, device: torch.device, dtype: TrainerDtype = "auto", **settings: Any
+    ) -> None:
+        super().__init__(path, device=torch.device("cpu"), dtype=pick_dtype(dtype, device), **settings)
         self.device = device
         self.checkpoint_group = dist.new_group(backend="gloo")
         self._roots: dict[int, ShardedModule] = {}
@@ -287,7 +290,7 @@ class ShardedOptimizer(Optimizer):
         with self.policy.autocast():
             return self.policy.token_scores(model, batch, entropy=entropy)
 
-    def clip_gradient(self) -> float:
+    def _clip(self) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self.policy.trainable, self.grad_clip)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
