@@ -175,7 +175,7 @@ async def test_images_the_prompt_has_no_places_for_are_refused() -> None:
     with pytest.raises(ValueError, match="prompt of 9 ids"):
         await answer(engine, structs.replace(a_call("a##"), images=(an_image("x"), an_image("y"))))
     blind = ScriptedEngine(lambda call: ScriptedReply(token_ids=(5, 0)))
-    with pytest.raises(ValueError, match="does not take"):
+    with pytest.raises(ValueError, match="does not support; leave them out"):
         await answer(blind, structs.replace(a_call("#"), images=(an_image("x"),)))
 
 

@@ -255,7 +255,10 @@ def check(settings: RuntimeSettings, body: bytes) -> None:
             "agentRuntimeArtifact", "give containerConfiguration or codeConfiguration, and one only"
         )
     if (network.network_mode == "VPC") != (network.network_mode_config is not None):
-        raise invalid("networkConfiguration.networkModeConfig", "goes with networkMode VPC, and only with it")
+        problem = "is required" if network.network_mode_config is None else "is not allowed"
+        raise invalid(
+            "networkConfiguration.networkModeConfig", f"{problem} with networkMode {network.network_mode}"
+        )
     lifecycle = settings.lifecycle_configuration
     if lifecycle.idle_runtime_session_timeout > lifecycle.max_lifetime:
         raise invalid(

@@ -368,8 +368,8 @@ def row_images(result: RolloutResult, trajectory: Trajectory) -> tuple[Image, ..
     by_digest = {image.digest: image for image in result.images}
     if missing := [span.digest for span in trajectory.images if span.digest not in by_digest]:
         raise UsageError(
-            f"rollout {result.rollout.id}: its image {missing[0][:12]} is missing from the rollout, so it"
-            " cannot be trained; collect it with this version of afield"
+            f"rollout {result.rollout.id}: the data of image {missing[0][:12]} is missing from the rollout;"
+            " collect the rollout again with this version of afield"
         )
     return tuple(by_digest[span.digest] for span in trajectory.images)
 
@@ -403,7 +403,9 @@ def check_logprobs(logprobs: Iterable[float], where: str) -> None:
         if not math.isfinite(value):
             raise ValueError(f"{where}: a log-probability is not a finite number")
         if value > ROUNDING:
-            raise ValueError(f"{where}: the log-probability {value:g} is above 0")
+            raise ValueError(
+                f"{where}: the log-probability {value:g} is above 0; give natural logarithms of probabilities"
+            )
 
 
 def records_by_id(records: Iterable[RolloutRecord]) -> dict[str, RolloutRecord]:

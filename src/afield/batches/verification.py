@@ -40,7 +40,10 @@ def _check_once(finished: RolloutResult) -> None:
                 raise UsageError(f"{where}, turn {other.id}: its tokens overlap with those of turn {one.id}")
         for turn in row.turns:
             if positive := [p for p in row.logprobs[turn.start : turn.end] if p > 1e-3]:
-                raise UsageError(f"{where}, turn {turn.id}: the log-probability {positive[0]:g} is above 0")
+                raise UsageError(
+                    f"{where}, turn {turn.id}: the log-probability {positive[0]:g} is above 0; give natural"
+                    " logarithms of probabilities"
+                )
 
 
 def _check_row(rollout_id: str, row: Trajectory, turns: dict[str, Turn]) -> None:

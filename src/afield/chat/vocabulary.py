@@ -94,9 +94,12 @@ def _document(data: bytes, path: Path) -> dict[str, Any]:
     try:
         document = json.loads(data)
     except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {error}") from error
+        raise UsageError(f"{path} is not JSON: {error}; save or download it again") from error
     if not isinstance(document, dict):
-        raise UsageError(f"{path} is not a tokenizer: it holds a {type(document).__name__}")
+        raise UsageError(
+            f"{path} is not a tokenizer: it holds a {type(document).__name__} instead of an object; save or"
+            " download it again"
+        )
     return document
 
 
@@ -116,7 +119,9 @@ def _tokenizer(document: dict[str, Any], data: bytes, path: Path) -> Tokenizer:
     with boundary(FailureKind.INFRASTRUCTURE, Reason.LAUNCH, failures.append):
         tokenizers.append(Tokenizer.from_str(text))
     if failures:
-        raise UsageError(f"{path} is not a tokenizer that can be read: {failures[0].message}")
+        raise UsageError(
+            f"cannot read the tokenizer {path}: {failures[0].message}; save or download it again"
+        )
     return tokenizers[0]
 
 

@@ -110,7 +110,11 @@ def _add_programs(command: argparse.ArgumentParser) -> None:
         "--mount", action="append", default=[], metavar="PATH", help="path that sandboxed programs may read"
     )
     command.add_argument(
-        "--warm", action="append", default=[], metavar="MODULE", help="module to import once for all sessions"
+        "--warm",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="module to import before sessions are forked, which saves its import in each; may be repeated",
     )
     command.add_argument(
         "--memory-mb", type=int, default=1024, help="memory limit of a session in MiB (default: 1024)"

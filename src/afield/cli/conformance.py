@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--suites",
         action="store_true",
-        help="run test suites of other projects instead of clients",
+        help="instead of clients, run the test suites of other projects against the gateway",
     )
     command.add_argument("--json", action="store_true", help="print a summary as the last line, in JSON")
     command.add_argument(

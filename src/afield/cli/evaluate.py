@@ -193,7 +193,8 @@ def prepare(
         config, endpoint = continued(run, values), run.info.endpoint
         if args.endpoint and args.endpoint != endpoint:
             raise UsageError(
-                f"run {run.id} used the endpoint {endpoint or '(none)'}, which is fixed; give another --run"
+                f"run {run.id} uses the endpoint {endpoint or '(none)'} and cannot change it; leave"
+                " --endpoint out, or give another --run"
             )
         tasks = run.read_tasks()
         if values.get("tasks") and Path(config.tasks).exists() and read_tasks(Path(config.tasks)) != tasks:

@@ -38,7 +38,10 @@ def add(commands: Any) -> None:
         description="Dial out to a relay and forward its requests to a local server, such as vLLM.",
     )
     dial.add_argument(
-        "--to", metavar="URL", required=True, help="address of the server: http://127.0.0.1:8000"
+        "--to",
+        metavar="URL",
+        required=True,
+        help="address of the local server, such as http://127.0.0.1:8000",
     )
     dial.add_argument("--json", action="store_true", help="print the address as one line of JSON")
     add_flags(dial, RelayLinkSettings)

@@ -124,7 +124,7 @@ class OpenArguments(TypedDict, total=False):
     max_reward: float
     """Largest absolute reward; by default 1e6."""
     poll_interval_s: float
-    """Seconds between two sweeps of the outcome store; by default 5."""
+    """Seconds between two polls of the outcome store; by default 5."""
     watch_interval_s: float
     """Seconds between two reads of the sessions' state at the gateway; by default 1."""
     unavailable_timeout_s: float
@@ -154,7 +154,7 @@ class OpenArguments(TypedDict, total=False):
     queue_timeout_s: float | None
     """Seconds that a rollout may wait to be launched; None is no limit."""
     launch_timeout_s: float
-    """Seconds from launch until the agent has taken its payload; by default 120."""
+    """Seconds from launch until the agent must have accepted its payload; by default 120."""
     first_call_timeout_s: float | None
     """Seconds from launch until the first model call; None is no limit."""
     idle_timeout_s: float | None

@@ -28,9 +28,15 @@ def check_call(call: GenerateRequest, info: EngineInfo, *, ids: bool = True) -> 
             f" {info.max_top_logprobs}"
         )
     if call.prompt_logprobs is not None and not info.prompt_logprobs:
-        raise ValueError(f"call {call.id!r} asks for prompt_logprobs, which this engine does not report")
+        raise ValueError(
+            f"call {call.id!r} asks for prompt_logprobs, which this engine ({info.kind}) does not report;"
+            " leave them out"
+        )
     if call.constraint is not None and not info.constraints:
-        raise ValueError(f"call {call.id!r} has a constraint, which this engine ({info.kind}) cannot enforce")
+        raise ValueError(
+            f"call {call.id!r} has a constraint, which this engine ({info.kind}) cannot enforce; leave it"
+            " out, or use another engine"
+        )
     if call.max_tokens < 1:
         raise ValueError(f"call {call.id!r} has max_tokens {call.max_tokens}; ask for at least 1")
 

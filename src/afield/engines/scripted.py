@@ -204,7 +204,9 @@ class ScriptedEngine:
         if not call.images:
             return call.prompt_ids
         if self._image_id is None:
-            raise ValueError(f"call {call.id!r} has images, which this engine does not take")
+            raise ValueError(
+                f"call {call.id!r} has images, which this engine does not support; leave them out"
+            )
         placeholders = call.prompt_ids.count(self._image_id)
         if placeholders != len(call.images):
             raise ValueError(

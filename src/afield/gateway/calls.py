@@ -438,7 +438,10 @@ class Calls:
         """Records the prompt as the engine expanded it (images)."""
         parent_ids = session.tree.ids(intent.parent) if intent.parent else ()
         if prompt_ids[: len(parent_ids)] != parent_ids:
-            raise Unavailable("the engine expanded an earlier image in another way than before")
+            raise Unavailable(
+                f"session {session.id}, turn {intent.id}: the engine expanded an image of an earlier turn"
+                " into other tokens than before; give all engines the same model and image processor"
+            )
         delta = tuple(prompt_ids[len(parent_ids) :])
         sent = intent.sent_ids or intent.delta_ids
         digests = [image.digest for message in intent.messages for image in message.images]

@@ -525,7 +525,10 @@ class SessionManager:
                 structs.replace(spec, id=session_id),
                 opened_by,
             ):
-                raise Conflict(f"session {session_id} already exists with another specification")
+                raise Conflict(
+                    f"session {session_id} already exists with different options; open it with the same ones,"
+                    " or choose another id"
+                )
             return existing, False
         row = SessionRow(
             id=session_id,

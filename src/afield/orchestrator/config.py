@@ -74,7 +74,7 @@ class RolloutConfig(SessionPolicies, frozen=True, kw_only=True):
     max_reward: float = 1e6
     """Largest absolute reward; a larger one is a verifier failure."""
     poll_interval_s: float = 5.0
-    """Seconds between two sweeps of the outcome store."""
+    """Seconds between two polls of the outcome store."""
     watch_interval_s: float = 1.0
     """Seconds between two reads of the sessions' state at the gateway."""
     unavailable_timeout_s: float = 600.0

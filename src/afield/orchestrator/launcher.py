@@ -154,8 +154,8 @@ class Launcher:
                     error, "it was not launched", Reason.LAUNCH
                 )
             message = (
-                f"the agent had not taken its payload after {launch_timeout_s:g} s;"
-                " raise launch_timeout_s if it may"
+                f"the agent had not accepted its payload after {launch_timeout_s:g} s;"
+                " raise launch_timeout_s if it needs longer"
             )
             return infrastructure_failure(message, Reason.TIMEOUT)
         running.progress.launched_at = loop_time()

@@ -55,7 +55,7 @@ class Environment(Struct, frozen=True):
     agentcore_secret_key: str = ""
     """Secret key of clients of `afield agentcore-local`: AFIELD_ACR_SECRET_KEY."""
     relay_secret: str = ""
-    """Secret of a cluster at a relay: AFIELD_RELAY_SECRET."""
+    """Secret that a relay shares with the gateways of a cluster: AFIELD_RELAY_SECRET."""
     endpoint_key: str = ""
     """API key that agents send to the endpoint of `afield eval --endpoint`: AFIELD_ENDPOINT_KEY."""
 

@@ -60,7 +60,7 @@ class AgentSettings(SettingsGroup, frozen=True, kw_only=True):
     poll_interval_s: Positive = 5.0
     """Seconds between two polls of the outcome store."""
     unavailable_timeout_s: Annotated[Positive, RESUMABLE] = 600.0
-    """Seconds to wait for a gateway or store that does not answer."""
+    """Seconds that a gateway, store or runtime may be unavailable before the run ends."""
 
 
 class Deadlines(SettingsGroup, frozen=True, kw_only=True):
@@ -71,7 +71,7 @@ class Deadlines(SettingsGroup, frozen=True, kw_only=True):
     queue_timeout_s: Positive | None = None
     """Seconds that a rollout may wait to be launched."""
     launch_timeout_s: Positive = 120.0
-    """Seconds from launch until the agent has taken its payload."""
+    """Seconds from launch until the agent must have accepted its payload."""
     first_call_timeout_s: Positive | None = None
     """Seconds from launch until the first model call."""
     idle_timeout_s: Positive | None = None

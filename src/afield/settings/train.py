@@ -404,7 +404,8 @@ class TrainConfig(
             )
         if self.relay and self.gateway:
             raise ValueError(
-                "relay is for a gateway that the run starts; start the one at `gateway` with --relay instead"
+                f"relay = {self.relay!r} is only for a gateway that the run starts, and gateway ="
+                f" {self.gateway!r} is already running; leave relay out, and start that gateway with --relay"
             )
         self._check_pool()
         if self.reward_function and self.verifier:

@@ -99,10 +99,16 @@ class SyncRollouts:
 
     def _publish(self, trainer: Any) -> None:
         if trainer.accelerator.num_processes > 1:
-            raise UsageError("rollout_func collects in one process; use AsyncGRPOTrainer with several")
+            raise UsageError(
+                f"rollout_func supports one process, not {trainer.accelerator.num_processes}; start one, or"
+                " use AsyncGRPOTrainer"
+            )
         model = trainer.accelerator.unwrap_model(trainer.model)
         if hasattr(model, "peft_config"):
-            raise UsageError("rollout_func takes no adapters here; use AsyncGRPOTrainer, which merges them")
+            raise UsageError(
+                "rollout_func does not support a model with adapters (peft_config); train all weights, or use"
+                " AsyncGRPOTrainer, which merges adapters"
+            )
         if trainer.state.global_step != self._step:
             self._weights.send_weights(iter(model.named_parameters()))
             self._step = trainer.state.global_step

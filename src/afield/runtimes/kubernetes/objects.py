@@ -404,7 +404,8 @@ def end_of(observed: Observed) -> SessionEnd | None:
         return SessionEnd()
     if ended and ended.reason == "DeadlineExceeded":
         return SessionEnd(
-            f"it ran past its deadline ({_words(ended)}); raise job_deadline_s if it may", Reason.TIMEOUT
+            f"it ran past its deadline ({_words(ended)}); raise job_deadline_s if it needs longer",
+            Reason.TIMEOUT,
         )
     if pod_end := _pod_end(observed):
         return pod_end
@@ -454,7 +455,7 @@ def unschedulable(pod: Pod) -> str:
 def _failed(pod: Pod) -> str:
     ended = next((s.state.terminated for s in pod.status.container_statuses if s.state.terminated), None)
     if ended and ended.reason == "OOMKilled":
-        return "was killed for using more memory than its limit (OOMKilled); raise memory_mb if it may"
+        return "was killed for using more memory than its limit (OOMKilled); raise memory_mb if it needs more"
     if pod.status.reason:
         return f"failed: {pod.status.reason}: {pod.status.message}".rstrip(": ")
     return f"died with {_code(ended)}" if ended else "failed without a reason"
