@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -293,6 +293,32 @@ def test_an_async_agent_that_runs_at_shutdown_is_cancelled_without_an_outcome() 
     assert begun.wait(60)
     runner.close()
     assert cleaned.wait(60) and ended.wait(60)
+    assert delivered == []
+
+
+def test_an_async_agent_that_is_about_to_begin_at_shutdown_has_no_outcome_either() -> None:
+    calls = [threading.Event(), threading.Event()]
+    release, ended = threading.Event(), threading.Semaphore(0)
+    delivered: list[Any] = []
+
+    async def work(number: int) -> float:
+        if number == 1:
+            await asyncio.Event().wait()
+        release.wait(60)  # the event loop is busy when the second one is submitted
+        raise OSError("no space left")
+
+    def call(payload: dict[str, Any]) -> Coroutine[Any, Any, float]:
+        calls[payload["n"]].set()
+        return work(payload["n"])
+
+    entry = AgentEntry(fn=call, whole_payload=True, takes_context=False)
+    runner = Runner(entry, deliver=lambda *a: bool(delivered.append(a)), ended=lambda _: ended.release())
+    for number, called in enumerate(calls):
+        runner.accept(payload({"n": number}, invocation(rollout_id=f"r{number}")))
+        assert called.wait(60)
+    runner.close()
+    release.set()
+    assert ended.acquire(timeout=60) and ended.acquire(timeout=60)
     assert delivered == []
 
 

@@ -57,6 +57,20 @@ def test_the_loop_ends_with_its_main_coroutine_and_cancels_what_it_left() -> Non
     assert thread.join() and left[0].cancelled() and joined == [False]
 
 
+def test_what_is_submitted_at_the_end_or_later_is_cancelled() -> None:
+    async def main() -> None:
+        """Ends while others submit."""
+
+    for _ in range(50):
+        thread = LoopThread("test", main).start()
+        futures = [thread.submit(forever()) for _ in range(50)]
+        thread.join()
+        futures.append(thread.submit(forever()))
+        for future in futures:
+            with pytest.raises(CancelledError):
+                future.result(60)
+
+
 def test_one_that_was_not_started_has_nothing_to_end() -> None:
     thread = LoopThread("test")
     thread.stop()

@@ -179,7 +179,8 @@ class Runner:
         """Log rollouts that end with the process, and stop the event loop of async agents."""
         with self._lock:
             running = [session_id for session_id in self._active if session_id not in self._stopped]
-            self._stopped.update(self._tasks)  # the end of the event loop cancels them
+            # The end of the event loop cancels them, also those whose task has not begun.
+            self._stopped.update(self._active)
         for session_id in running:
             log.error("runner: %s running at shutdown, no outcome is delivered", session_id)
         self._loop.stop()
@@ -220,7 +221,7 @@ class Runner:
             echo = copy.deepcopy({k: v for k, v in payload.items() if k != ROLLOUT_FIELD})
             value = self._entry.call(payload, invocation)
             if inspect.isawaitable(value):
-                value = self._loop.start().submit(self._awaited(value, invocation)).result()
+                value = self._result_of(value, invocation)
             judged = invocation.role == "judged"
             if judged:
                 results.append(read_submission(value))
@@ -267,6 +268,13 @@ class Runner:
             stopped = session_id in self._stopped
         for failure in lost if not stopped else ():
             log.error("runner: %s outcome lost: %s", session_id, failure.message)
+
+    def _result_of(self, value: Awaitable[Any], invocation: Invocation) -> Any:
+        try:
+            return self._loop.start().submit(self._awaited(value, invocation)).result()
+        finally:
+            if inspect.iscoroutine(value):  # it has not begun if the event loop ended before
+                value.close()
 
     async def _awaited(self, value: Awaitable[Any], invocation: Invocation) -> Any:
         session_id = invocation.session_id

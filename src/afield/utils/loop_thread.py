@@ -24,6 +24,7 @@ class LoopThread:
     def __init__(self, name: str, main: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
         self._name = name
         self._stopping = asyncio.Event()
+        self._ending = False
         self._main = main or self._until_stopped
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -46,8 +47,15 @@ class LoopThread:
         return self
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the loop, which was started."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop.result())
+        """Run a coroutine in the loop, which was started. The future is cancelled if the loop ends before."""
+        loop = self._loop.result()
+        with self._lock:
+            if not self._ending:
+                return asyncio.run_coroutine_threadsafe(work, loop)
+        work.close()
+        future: Future[T] = Future()
+        future.cancel()
+        return future
 
     def call(self, callback: Callable[[], object]) -> None:
         """Call in the loop; does nothing before its start and after its end."""
@@ -75,8 +83,14 @@ class LoopThread:
             loop = runner.get_loop()
             main = loop.create_task(self._main())
             self._loop.set_result(loop)
-            while not main.done():
-                try:
-                    loop.run_until_complete(main)
-                except (SystemExit, KeyboardInterrupt) as error:
-                    log.warning("%s: a task raised %r, the event loop goes on", self._name, error)
+            try:
+                while not main.done():
+                    try:
+                        loop.run_until_complete(main)
+                    except (SystemExit, KeyboardInterrupt) as error:
+                        log.warning("%s: a task raised %r, the event loop goes on", self._name, error)
+            finally:
+                with self._lock:
+                    self._ending = True
+                # One more turn makes tasks of all that was submitted; the runner cancels only tasks.
+                loop.run_until_complete(asyncio.sleep(0))
