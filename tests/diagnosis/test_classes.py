@@ -108,6 +108,13 @@ def test_a_constant_reward_of_an_evaluation_is_a_finding(
     assert names(run) == (["constant_reward"] if found else [])
 
 
+def test_a_constant_reward_that_the_infrastructure_explains_is_no_finding_of_its_own(tmp_path: Path) -> None:
+    rollouts = [
+        rollout(n, reward=0.0, task_id=f"t{n % 8}", facts={"engine_failed_end": 1}) for n in range(64)
+    ]
+    assert names(evidence(tmp_path, rollouts, kind="eval")) == ["infrastructure_zeros"]
+
+
 def test_a_solved_task_is_no_finding(tmp_path: Path) -> None:
     rollouts = [rollout(n, reward=float(n > 20 or n % 2), facts={"replies": n // 8}) for n in range(160)]
     steps = [line(n, reward=0.5 + n / 20, entropy=0.2 / n**2) for n in range(1, 10)]

@@ -144,7 +144,7 @@ def infrastructure_zeros(run: RunEvidence) -> Finding | None:
     zeros = [
         rollout
         for rollout in rewarded
-        if rollout.failure_kind is None and rollout.reward == lowest and _ended_by_infrastructure(rollout)
+        if rollout.failure_kind is None and rollout.reward == lowest and ended_by_infrastructure(rollout)
     ]
     if not run.exceeds(len(zeros), len(rewarded), 0.05):
         return None
@@ -165,7 +165,8 @@ def infrastructure_zeros(run: RunEvidence) -> Finding | None:
     )
 
 
-def _ended_by_infrastructure(rollout: RolloutFacts) -> bool:
+def ended_by_infrastructure(rollout: RolloutFacts) -> bool:
+    """Whether a failure of the infrastructure, which the agent caught, ended its calls."""
     return bool(rollout.fact("engine_failed_end") or INFRASTRUCTURE_CODES & rollout.refused.keys())
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from statistics import NormalDist
 
 from afield.diagnosis.evidence import Finding, RolloutFacts, RunEvidence, examples, most_common, share
+from afield.diagnosis.infrastructure import ended_by_infrastructure
 from afield.types import FailureKind
 
 Z = NormalDist().inv_cdf(0.975)
@@ -37,8 +38,11 @@ def verifier_failures(run: RunEvidence) -> Finding | None:
 
 
 def constant_reward(run: RunEvidence) -> Finding | None:
-    """The same reward below 1 for all attempts at many tasks, in a run that does not train."""
-    rewarded = [rollout for rollout in run.rollouts if rollout.reward is not None]
+    """The same reward below 1 for all attempts at many tasks, in a run that does not train.
+
+    Attempts that `infrastructure_zeros` explains do not count.
+    """
+    rewarded = [r for r in run.rollouts if r.reward is not None and not ended_by_infrastructure(r)]
     rewards = {rollout.reward for rollout in rewarded}
     tasks = {rollout.task_id for rollout in rewarded}
     if run.trains or len(rewards) != 1 or len(rewarded) < MIN_CONSTANT or len(tasks) < MIN_TASKS:
