@@ -15,7 +15,7 @@ from typing import Any
 from bench import ROOT
 
 RESULTS = ROOT / "bench" / "results"
-WRITTEN_BY_RUNS = (":!bench/results", ":!docs/benchmarks.md")
+WRITTEN_BY_RUNS = (":!bench/results", ":!docs/benchmarks.md", ":!docs/img")
 COLOURS = {"blue": "#2563eb", "orange": "#d97706", "purple": "#9333ea", "grey": "#6b7280"}
 
 

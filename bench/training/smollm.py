@@ -1,8 +1,10 @@
 """GRPO on SmolLM2-135M-Instruct through the gateway: sampler and trainer agreement.
 
-    python -m bench.training.smollm --json [--model DIR] [--steps N] [--rollouts N] [--out FILE]
+    python -m bench.training.smollm --json [--engine torch|vllm] [--model DIR] [--steps N] [--rollouts N]
+        [--out FILE]
 
-The model runs behind `afield gateway` with the embedded engine, in bfloat16 on a GPU and float32 on a CPU.
+The model runs behind `afield gateway` with the embedded engine or vLLM, in bfloat16 on a GPU and float32 on
+a CPU.
 Each step collects rollouts of three turns of a plain-text agent, makes a GRPO step and publishes the weights.
 It reports the mean difference of sampler's and trainer's log-probabilities, and the control: the difference
 between that dtype and float32 with the weights that sampled.
@@ -129,11 +131,16 @@ class Collector:
 
 
 @asynccontextmanager
-async def gateway(model: Path, slots: int, dtype: str, scratch: Path) -> AsyncIterator[HttpGateway]:
+async def gateway(
+    model: Path, engine: str, slots: int, dtype: str, scratch: Path
+) -> AsyncIterator[HttpGateway]:
     """`afield gateway`, as a user starts it; a refused model ends the program with its words."""
     command = [sys.executable, "-m", "afield", "gateway", "--json", "--exit-with-parent", "--port", "0"]
-    command += ["--model", str(model), "--store", str(scratch / "store"), "--slots", str(slots)]
-    command += ["--engine-dtype", dtype]
+    command += ["--model", str(model), "--store", str(scratch / "store")]
+    if engine == "torch":
+        command += ["--slots", str(slots), "--engine-dtype", dtype]
+    else:  # the trainer shares its GPU
+        command += ["--engine", engine, "--vllm-memory", "0.4", "--vllm-args=--enforce-eager"]
     path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
     with (scratch / "gateway.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
@@ -175,6 +182,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rollouts", type=int, default=256 if cuda else 4, help="in each step")
     parser.add_argument("--group", type=int, default=16 if cuda else 4, help="rollouts of one task")
     parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--engine", default="torch", help="torch (embedded), vllm, or vllm=URL")
     parser.add_argument("--engine-dtype", default="auto", help="of the embedded engine")
     parser.add_argument("--rounding", default="stochastic", choices=("stochastic", "nearest"))
     parser.add_argument("--out", type=Path, help="write the result here, too, after every step")
@@ -184,6 +192,7 @@ def arguments() -> argparse.Namespace:
 def result(chosen: argparse.Namespace, dtype: str, steps: list[dict[str, float]]) -> dict[str, Any]:
     return {
         "accepted": True,
+        "engine": chosen.engine.partition("=")[0],
         "engine_dtype": dtype,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "rounding": chosen.rounding,
@@ -209,7 +218,9 @@ async def run(chosen: argparse.Namespace, scratch: Path) -> int:
         raise SystemExit(f"{chosen.model} is not there; make it with examples/smollm/get.py, or give --model")
     limit = aiohttp.ClientTimeout(total=600)
     async with (
-        gateway(chosen.model, min(chosen.rollouts, 256), chosen.engine_dtype, scratch) as client,
+        gateway(
+            chosen.model, chosen.engine, min(chosen.rollouts, 256), chosen.engine_dtype, scratch
+        ) as client,
         aiohttp.ClientSession(timeout=limit, connector=aiohttp.TCPConnector(limit=0)) as http,
     ):
         dtype = await client.engine_dtype()

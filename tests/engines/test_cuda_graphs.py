@@ -6,12 +6,14 @@ Here they are computed, not recorded: recording needs CUDA, where bench/engine/t
 from __future__ import annotations
 
 import ast
+import random
 import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -367,6 +369,44 @@ class _HostSeen(TorchDispatchMode):
         if any(tensor.device.type == "cpu" for tensor in tensors):
             self.operations.append(str(func))
         return result
+
+
+def test_prompts_that_arrive_one_by_one_are_computed_together(directory: Path) -> None:
+    """During the pause after a prompt, others wait while calls decode, unless they fill a step."""
+    decoder = a_decoder(directory, ways=PLAIN)
+    decoder._prefill_pause = 1e9  # pyright: ignore[reportPrivateUsage]
+    first, _ = add(decoder, DecodeParams(a_prompt(0, 20), max_tokens=40, seed=0))
+    while not first.tokens:
+        decoder.step()
+    small, _ = add(decoder, DecodeParams(a_prompt(1, 20), max_tokens=4, seed=1))
+    for _ in range(5):
+        decoder.step()
+    assert len(first.tokens) >= 5
+    assert not small.tokens
+    large, _ = add(decoder, DecodeParams(a_prompt(2, 190), max_tokens=4, seed=2))  # with `small` above 200
+    decoder.step()
+    assert small.tokens
+    assert not large.tokens
+    drain(decoder)  # without calls that decode, nothing waits
+    assert all(call.ended for call in (first, small, large))
+
+
+def test_the_longest_common_prefix_is_that_of_a_plain_comparison(directory: Path) -> None:
+    slots = KVCache(1, 32, 4096, torch.float32, torch.device("cpu"))
+    shared = a_prompt(0, 1000)
+    wild = random.Random(0)
+    prompts = [[*shared[: wild.choice((0, 1, 63, 64, 65, 200, 999))], *a_prompt(n, 150)] for n in range(24)]
+    for prompt in prompts:
+        slot, _ = slots.take(prompt) or (0, 0)
+        slots.advance([slot], [wild.randint(0, len(prompt)) - slots.computed(slot)])
+    for length in (1, 5, 64, 65, 127, 128, 129, 700, 1000):
+        ids = np.asarray(shared[:length])
+        common = slots._common(ids)  # pyright: ignore[reportPrivateUsage]
+        for row in range(len(prompts)):
+            equal = slots._ids[row, :length] == ids  # pyright: ignore[reportPrivateUsage]
+            whole = length if equal.all() else int(equal.argmin())
+            most = slots.computed(row)
+            assert min(int(common[row]), most) == min(whole, most)
 
 
 @pytest.mark.parametrize(("gathered", "ways"), [(False, None), (True, None), (False, PLAIN)])

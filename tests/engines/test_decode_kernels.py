@@ -18,17 +18,21 @@ from afield.engines.torch.decode_kernels import (
     DecodeKernels,
     allowed,
     attend,
+    attend_spans,
     choose,
     compare,
+    compare_spans,
     fit,
     prepare,
     probe,
     swap_norms,
     undo,
+    with_spans,
     write,
 )
-from afield.engines.torch.kv_cache import ATTENTION, slot_attention, use_slots
+from afield.engines.torch.kv_cache import ATTENTION, Spans, slot_attention, use_slots
 from afield.engines.torch.sampler import pick, plain_sums
+from afield.engines.torch.weights import parameters
 from afield.models.precision import in_float32
 from support.tiny_model import build_tiny_model
 
@@ -70,6 +74,34 @@ def test_every_known_family_decodes_alike_in_lanes(tmp_path: Path, family: str) 
     assert not fitted.notes
     kinds = {type(layer).__name__.lower().removeprefix(family) for layer in fitted.swapped}
     assert kinds == {"attention", "mlp", "rmsnorm"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_joined_layers_follow_updates_of_the_model_s_weights(tmp_path: Path, family: str) -> None:
+    model = load(build_tiny_model(tmp_path / "model", family=family))
+    fitted = fit(model, 24, light=True, ways=PLAIN)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in parameters(model):
+        noise = torch.randn(parameter.tensor.shape, generator=generator)
+        parameter.tensor.add_(0.05 * noise)
+    model.set_attn_implementation("sdpa")
+    text = write(model, 24)
+    assert probe(model, text, PLAIN) < 1e-4
+    assert fitted.off < 1e-4
+
+
+def test_spans_that_see_a_key_too_many_are_found_out(directory: Path) -> None:
+    def too_many(q: Tensor, keys: Tensor, values: Tensor, spans: Spans, scale: float) -> Tensor:
+        return attend_spans(
+            q, keys, values, spans._replace(lengths=(spans.lengths + 1).clamp(max=200)), scale
+        )
+
+    model = load(directory)
+    assert compare_spans(PLAIN, model) == 0
+    assert compare_spans(PLAIN._replace(attend_spans=too_many), model) > 1
+    kept, notes = with_spans(PLAIN._replace(attend_spans=too_many), model, (RuntimeError,))
+    assert kept.attend_spans is None
+    assert "prompts are padded" in notes[0]
 
 
 def test_undone_layers_are_the_model_s_own(directory: Path) -> None:

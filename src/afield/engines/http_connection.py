@@ -22,6 +22,7 @@ import httptools
 BUFFER = 1024 * 1024
 KEEP_S = 4.0  # uvicorn drops idle connections after 5
 LENGTHS = (b"content-length", b"transfer-encoding")
+LAST_CHUNK = b"0\r\n\r\n"  # an event never ends like it
 
 
 class HttpConnection(asyncio.Protocol):
@@ -32,6 +33,7 @@ class HttpConnection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._waiter: asyncio.Future[None] | None = None
         self._gathering: asyncio.TimerHandle | None = None
+        self._unparsed: list[bytes] = []  # received while gathering
         self._error: Exception | None = None
         self.idle_since: float | None = None
         """Time of the last response; None before the first one."""
@@ -84,13 +86,13 @@ class HttpConnection(asyncio.Protocol):
 
     def _gathered(self) -> None:
         self._gathering = None
-        if self._parts:
-            self._wake()
+        if self._unparsed:
+            self._parse(b"".join(self._unparsed))
 
     def _end_gathering(self) -> None:
         if self._gathering is not None:
             self._gathering.cancel()
-            self._gathering = None
+            self._gathered()
 
     async def _wait(self) -> None:
         if self._error is not None:
@@ -128,6 +130,7 @@ class HttpConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's own is no subclass
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._end_gathering()
         if self.status and self._until_close and exc is None:
             self._complete = True
         self.fail(exc or ConnectionResetError("the response is incomplete"))
@@ -137,13 +140,20 @@ class HttpConnection(asyncio.Protocol):
         if self._size > BUFFER and not self._full:
             self._full = True
             self._transport.pause_reading()
+        if self._gathering is None:
+            self._parse(data)
+            return
+        self._unparsed.append(data)
+        if self._full or data.endswith(LAST_CHUNK):
             self._end_gathering()
+
+    def _parse(self, data: bytes) -> None:
+        self._unparsed.clear()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.fail(ConnectionAbortedError(f"the response is not HTTP: {error}"))
-        if self._gathering is None:
-            self._wake()
+        self._wake()
 
     # --- callbacks of the parser ---
 
@@ -165,7 +175,6 @@ class HttpConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self.status and not self._complete:
             self._complete, self._keeps = True, self._parser.should_keep_alive()
-            self._end_gathering()
 
 
 class ConnectionPool:

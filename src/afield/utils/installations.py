@@ -168,6 +168,7 @@ def _run(command: Sequence[str], cwd: Path | None = None, timeout_s: float | Non
     except subprocess.TimeoutExpired as error:
         raise Unavailable(f"{' '.join(command[:6])} ... took more than {timeout_s:g} s") from error
     if process.returncode:
-        lines = (process.stderr or process.stdout).strip().splitlines()[-8:]
+        printed = (process.stderr or process.stdout).strip().splitlines()
+        lines = ([line for line in printed if not line.startswith("WARNING")] or printed)[-8:]
         raise Unavailable(f"{' '.join(command[:6])} ... failed:\n" + "\n".join(lines))
     return process.stdout

@@ -234,18 +234,21 @@ def forward(
     """Run the model; returns the logits `[rows, vocabulary]` after the last id of each row.
 
     With `keep` above 1: `[rows, keep, vocabulary]` of the last `keep` ids. A step with images needs `images`
-    and ignores `keep`.
+    and ignores `keep`, as a flat step does.
     """
     if step.pictured is not None and images is not None:
         return images.forward(model, slots, step)
+    last = step.last
     output = model(
         input_ids=step.input_ids,
         position_ids=step.position_ids,
         attention_mask=step.attention_mask,
         past_key_values=slots,
         use_cache=True,
-        logits_to_keep=keep,
+        logits_to_keep=keep if last is None else last,
     )
+    if last is not None:
+        return output.logits[0]
     return output.logits[:, -1] if keep == 1 else output.logits[:, -keep:]
 
 

@@ -1,7 +1,8 @@
 """Decode kernels: faster layers for decode steps, verified against plain torch.
 
 1. `fit` sets the KV cache's attention. On CUDA it also replaces supported layers by versions with fewer
-   kernel launches, and chooses the `DecodeKernels` of fixed steps: Triton's, else flash attention's.
+   kernel launches (one multiplication for queries, keys and values, one for the two halves of the MLP), and
+   chooses the `DecodeKernels` of fixed steps: Triton's, else flash attention's.
 2. Each kernel is compared on the device with plain torch, then the whole model with a plain forward pass. A
    failed comparison keeps the model's own layers and adds a note to `EngineInfo`.
 3. The whole model is compared on text that it samples itself: the error of log-probabilities against
@@ -13,18 +14,17 @@ from __future__ import annotations
 import copy
 import itertools
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, pad, rms_norm, scaled_dot_product_attention, silu
 from transformers import PreTrainedModel
 
 from afield.engines.torch.cuda_graphs import forward
-from afield.engines.torch.kv_cache import KVCache, use_slots
+from afield.engines.torch.kv_cache import KVCache, Spans, use_slots
 from afield.engines.torch.sampler import BLOCK, Sums, plain_sums
 from afield.models.precision import in_float32
 
@@ -54,6 +54,8 @@ class DecodeKernels(NamedTuple):
     """SiLU gate of the MLP."""
     sums: Sums
     """Softmax sums per block of tokens, for sampling."""
+    attend_spans: Callable[[Tensor, Tensor, Tensor, Spans, float], Tensor] | None
+    """Attention of a flat step's queries over the KV cache; None computes prompts with padding."""
 
 
 def prepare(
@@ -87,6 +89,19 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, positions: Ten
     )[:, :, 0]
 
 
+def attend_spans(q: Tensor, keys: Tensor, values: Tensor, spans: Spans, scale: float) -> Tensor:
+    """Attention of each new id over the keys of its cache row up to its own position."""
+    starts, outs = spans.starts.tolist(), list[Tensor]()
+    places = zip(starts, starts[1:], spans.rows.tolist(), spans.lengths.tolist(), strict=False)
+    for start, end, row, length in places:
+        key, value = (memory[row, :length].transpose(0, 1) for memory in (keys, values))
+        seen = torch.ones(end - start, length, dtype=torch.bool, device=q.device).tril(length - end + start)
+        query = q[start:end].transpose(0, 1)
+        out = scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale, enable_gqa=True)
+        outs.append(out.transpose(0, 1))
+    return torch.cat(outs)
+
+
 def flash_attend(
     q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, positions: Tensor, scale: float
 ) -> Tensor:
@@ -100,13 +115,22 @@ def flash_attend(
     )[0]  # fmt: skip
 
 
+def flash_attend_spans(q: Tensor, keys: Tensor, values: Tensor, spans: Spans, scale: float) -> Tensor:
+    """`attend_spans` by variable-length flash attention, which reads the keys where they are."""
+    starts = pad(spans.rows * keys.shape[1], (0, 1))
+    return torch.ops.aten._flash_attention_forward(
+        q, keys.flatten(0, 1), values.flatten(0, 1), spans.starts, starts, spans.longest, spans.longest_row,
+        0.0, True, False, scale=scale, seqused_k=spans.lengths,
+    )[0]  # fmt: skip
+
+
 def gate(gated: Tensor, up: Tensor) -> Tensor:
     """SiLU gate of the MLP."""
     return silu(gated) * up
 
 
-PLAIN = DecodeKernels("plain torch", prepare, attend, gate, plain_sums)
-FLASH = PLAIN._replace(name="flash attention", attend=flash_attend)
+PLAIN = DecodeKernels("plain torch", prepare, attend, gate, plain_sums, attend_spans)
+FLASH = PLAIN._replace(name="flash attention", attend=flash_attend, attend_spans=flash_attend_spans)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -132,6 +156,7 @@ def triton_ways() -> tuple[DecodeKernels, tuple[type[Exception], ...]]:
         triton_kernels.attend,
         triton_kernels.gate,
         triton_kernels.sums,
+        flash_attend_spans,
     )
     return ways, triton_kernels.REFUSALS
 
@@ -153,10 +178,44 @@ def choose(model: PreTrainedModel) -> tuple[DecodeKernels | None, tuple[str, ...
             reason = f"{type(error).__name__}: {str(error)[:300]}"
         else:
             if off <= 1:
-                return ways, tuple(notes)
+                ways, more_notes = with_spans(ways, model, errors)
+                return ways, (*notes, *more_notes)
             reason = f"off by {off:.2g} times what rounding explains"
         notes.append(f"decode steps do without {name}, which is slower: {reason}")
     return None, tuple(notes)
+
+
+def with_spans(
+    ways: DecodeKernels, model: PreTrainedModel, errors: tuple[type[Exception], ...]
+) -> tuple[DecodeKernels, tuple[str, ...]]:
+    """The kernels, without those of flat steps and with a note if these do not agree with plain torch."""
+    try:
+        off = compare_spans(ways, model)
+    except errors as error:
+        reason = f"{type(error).__name__}: {str(error)[:300]}"
+    else:
+        if off <= 1:
+            return ways, ()
+        reason = f"off by {off:.2g} times what rounding explains"
+    return ways._replace(attend_spans=None), (f"prompts are padded, which is slower: {reason}",)
+
+
+def compare_spans(ways: DecodeKernels, model: PreTrainedModel) -> float:
+    """Largest error of `attend_spans` against plain torch, in units of `ROUNDING`."""
+    assert ways.attend_spans is not None
+    device, dtype = model.device, model.dtype
+    generator = torch.Generator(device).manual_seed(0)
+    heads, kv_heads, size = _sizes(model)
+    counts, lengths = [1, 130, 7, 64, 2], [33, 130, 200, 199, 2]
+    starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device)
+    rows = torch.tensor([4, 0, 8, 2, 3], dtype=torch.int32, device=device)
+    used = torch.tensor(lengths, dtype=torch.int32, device=device)
+    spans = Spans(starts, rows, used, max(counts), max(lengths))
+    q = torch.randn(sum(counts), heads, size, generator=generator, device=device).to(dtype)
+    keys, values = torch.randn(2, 9, 200, kv_heads, size, generator=generator, device=device).to(dtype)
+    wanted = attend_spans(q, keys, values, spans, size**-0.5).float()
+    off = (ways.attend_spans(q, keys, values, spans, size**-0.5).float() - wanted).abs() / (1 + wanted.abs())
+    return float(off.max()) / ROUNDING[dtype]
 
 
 def compare(ways: DecodeKernels, model: PreTrainedModel) -> float:
@@ -199,15 +258,46 @@ def _sizes(model: PreTrainedModel) -> tuple[int, int, int]:
 # --- layers ---------------------------------------------------------------------------------------
 
 
+class JoinedLinears:
+    """Linear layers of the same input as one multiplication.
+
+    The layers' own weights become views into the joined one, so that weight updates reach both.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self._sizes = [layer.out_features for layer in layers]
+        with torch.no_grad():
+            self._weight = torch.cat([layer.weight for layer in layers])
+            for layer, part in zip(layers, self._weight.split(self._sizes), strict=True):
+                layer.weight = nn.Parameter(part, requires_grad=False)
+            biases = [layer.bias for layer in layers if layer.bias is not None]
+            self._bias = torch.cat(biases) if biases else None
+            if self._bias is not None:
+                for layer, part in zip(layers, self._bias.split(self._sizes), strict=True):
+                    layer.bias = nn.Parameter(part, requires_grad=False)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        return linear(x, self._weight, self._bias).split(self._sizes, dim=-1)
+
+
+def join(layers: Sequence[Any]) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """Outputs of linear layers for one input: joined if the layers allow it, else one by one."""
+    plain = all(type(layer) is nn.Linear for layer in layers)
+    if plain and len({layer.bias is None for layer in layers}) == 1:
+        return JoinedLinears(layers)
+    return lambda x: tuple(layer(x) for layer in layers)
+
+
 def _attention(
     self: Any,
+    project: Callable[[Tensor], tuple[Tensor, ...]],
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Forward of an attention layer: decode kernels for fixed steps, else the layer's own."""
+    """Forward of an attention layer: decode kernels for fixed and flat steps, else the layer's own."""
     slots = past_key_values
     if not isinstance(slots, KVCache) or slots.lanes is None or slots.ways is None:
         return type(self).forward(
@@ -218,21 +308,29 @@ def _attention(
             past_key_values=past_key_values,
             **kwargs,
         )
-    lanes, width, _ = hidden_states.shape
-    shape = (lanes, -1, self.head_dim)
-    q, k, v = (layer(hidden_states).view(shape) for layer in (self.q_proj, self.k_proj, self.v_proj))
+    rows, width, _ = hidden_states.shape
+    q, k, v = (part.reshape(rows * width, -1, self.head_dim) for part in project(hidden_states))
     keys, values = slots.memory(self.layer_idx, k.shape[1], self.head_dim)
     norms = None
     if hasattr(self, "q_norm"):
         norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.variance_epsilon)
-    cos, sin = (angles.reshape(lanes, self.head_dim) for angles in position_embeddings)
+    cos, sin = (angles.reshape(rows * width, self.head_dim) for angles in position_embeddings)
     q = slots.ways.prepare(q, k, v, norms, cos, sin, keys, values, *slots.lanes)
-    out = slots.ways.attend(q, keys, values, *slots.lanes, self.scaling)
-    return self.o_proj(out.reshape(lanes, width, -1)), None
+    if slots.spans is None:
+        out = slots.ways.attend(q, keys, values, *slots.lanes, self.scaling)
+    else:
+        assert slots.ways.attend_spans is not None
+        out = slots.ways.attend_spans(q, keys, values, slots.spans, self.scaling)
+    return self.o_proj(out.reshape(rows, width, -1)), None
 
 
-def _gated(layer: Any, way: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
-    return layer.down_proj(way(layer.gate_proj(x), layer.up_proj(x)))
+def _gated(
+    layer: Any,
+    project: Callable[[Tensor], tuple[Tensor, ...]],
+    way: Callable[[Tensor, Tensor], Tensor],
+    x: Tensor,
+) -> Tensor:
+    return layer.down_proj(way(*project(x)))
 
 
 def _normed(layer: Any, hidden_states: Tensor) -> Tensor:
@@ -259,9 +357,10 @@ def swap_layers(model: nn.Module, ways: DecodeKernels) -> list[nn.Module]:
     swapped: list[nn.Module] = []
     for layer in model.modules():
         if type(layer).__name__ in ATTENTIONS:
-            layer.forward = MethodType(_attention, layer)
+            project = join([layer.q_proj, layer.k_proj, layer.v_proj])
+            layer.forward = partial(_attention, layer, project)
         elif type(layer).__name__ in GATED and _is_silu(layer):
-            layer.forward = partial(_gated, layer, ways.gate)
+            layer.forward = partial(_gated, layer, join([layer.gate_proj, layer.up_proj]), ways.gate)
         else:
             continue
         swapped.append(layer)
@@ -401,7 +500,7 @@ def probe(model: PreTrainedModel, text: CalibrationText, ways: DecodeKernels | N
     counts = [length // 2] + [1] * (length - length // 2)
     for end, count in zip(itertools.accumulate(counts), counts, strict=True):
         if ways is None or count > 1:
-            step = slots.arrange([0], [count])
+            step = slots.flat([0], [count]) if slots.flattens else slots.arrange([0], [count])
         else:
             step = slots.fixed(ids[end - 1 : end], row + end - 1, row, slots.length, gathered=False)
         logits = forward(model, slots, step)

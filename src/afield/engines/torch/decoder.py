@@ -184,6 +184,7 @@ class Decoder:
         steps: CudaGraphRunner | None = None,
         notes: tuple[str, ...] = (),
         images: ImageEncoder | None = None,
+        prefill_pause: float = 0.0,
     ) -> None:
         self._model, self._slots = model, slots
         self.images = images
@@ -191,6 +192,9 @@ class Decoder:
         self._weights, self.steps = weights, steps
         self._launched: _Launched | None = None
         self._prefill_tokens = prefill_tokens
+        # While calls decode, the pause after a prefill step is this multiple of its duration.
+        self._prefill_pause = prefill_pause
+        self._next_prefill_at = 0.0
         self.max_context = max_context
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self._waiting: deque[DecodeCall] = deque()
@@ -242,7 +246,10 @@ class Decoder:
         if (scored := next(filter(self._unscored, self._running), None)) is not None:
             sampled += self._score(scored)
         if prefill := self._next_prefill():
+            began = time.monotonic()
             sampled += self._compute(prefill)
+            ended = time.monotonic()
+            self._next_prefill_at = ended + self._prefill_pause * (ended - began)
         sampled += self._decode()
         old = self.counters
         self.counters = Counters(
@@ -279,18 +286,24 @@ class Decoder:
         return request.length - self._slots.computed(request.slot)
 
     def _next_prefill(self) -> list[tuple[DecodeCall, int]]:
-        """Calls with several pending ids, oldest first, as many as fit `prefill_tokens` with padding."""
+        """Calls with several pending ids, oldest first, as many as fit `prefill_tokens`, with any padding.
+
+        While other calls decode, prompts that do not fill a step wait for the end of the pause: those that
+        arrive one by one are computed together.
+        """
+        paused = self._launched is not None and time.monotonic() < self._next_prefill_at
         chosen: list[tuple[DecodeCall, int]] = []
-        width = 0
+        width = total = 0
         for request in self._running:
             if (pending := self._pending(request)) <= 1 or self._unscored(request):
                 continue
             pending = min(pending, self._prefill_tokens)
-            if chosen and (len(chosen) + 1) * max(width, pending) > self._prefill_tokens:
-                break
-            width = max(width, pending)
+            width, total = max(width, pending), total + pending
+            size = total if self._slots.flattens else (len(chosen) + 1) * width
+            if chosen and size > self._prefill_tokens:
+                return chosen
             chosen.append((request, pending))
-        return chosen
+        return [] if paused else chosen
 
     def _unscored(self, request: DecodeCall) -> bool:
         """Whether prompt log-probabilities are requested and incomplete."""
@@ -325,7 +338,8 @@ class Decoder:
         """Compute the given number of ids per call, and sample for calls without pending ids."""
         work = sorted(work, key=lambda item: item[0].slot)
         slots, counts = [r.slot for r, _ in work], [n for _, n in work]
-        step = self._slots.arrange(slots, counts)
+        flat = self._slots.flattens and max(counts) > 1
+        step = self._slots.flat(slots, counts) if flat else self._slots.arrange(slots, counts)
         last = forward(self._model, self._slots, step, images=self.images)
         self._slots.advance(slots, counts)
         sampled = [i for i, (r, _) in enumerate(work) if self._pending(r) == 0]

@@ -5,7 +5,8 @@
    computes only the rest. Rows and length grow with use, up to the configured limits.
 2. `KVCache` is the `past_key_values` of a forward pass: `arrange` chooses the rows and positions of new
    keys (`fixed` does so for a step of fixed shape), and the model's layers call `update`. With decode
-   kernels (`ways`), the layers of a fixed step use `lanes` and `memory` instead.
+   kernels (`ways`), the layers of a fixed step use `lanes` and `memory` instead, and those of a flat step,
+   which has prompts one after the other without padding, `spans` as well.
 3. Depends only on numpy, torch and transformers.
 """
 
@@ -25,9 +26,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 if TYPE_CHECKING:
     from afield.engines.torch.decode_kernels import DecodeKernels
 
-FIRST_ROWS = 8
 # Larger on a GPU, because CUDA graphs are captured again whenever the cache grows.
-FIRST_LENGTH = {"cpu": 128, "cuda": 512}
+FIRST_ROWS = {"cpu": 8, "cuda": 64}
+FIRST_LENGTH = {"cpu": 128, "cuda": 2048}
+# Shortest prefix that is copied from another slot. Copies on a GPU are launched layer by layer; computing
+# a few more ids of a prompt takes no longer.
+SHORTEST_COPY = {"cpu": 1, "cuda": 64}
+COMPARED_FIRST = 64  # ids by which most slots already differ from a prompt
 LENGTH_STEP = 32
 ATTENTION = "afield_slots"
 
@@ -45,6 +50,8 @@ class ForwardInputs(NamedTuple):
     """Output row of each slot."""
     pictured: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
     """Row, column and negative id of each image token; None without images."""
+    last: Tensor | None = None
+    """Column of the last id of each slot in a flat step; None for other steps."""
 
 
 class _Writes(NamedTuple):
@@ -63,12 +70,27 @@ class _Writes(NamedTuple):
 
 
 class Lanes(NamedTuple):
-    """Cache coordinates of each id of a fixed step."""
+    """Cache coordinates of each id of a fixed or flat step."""
 
     rows: Tensor
     """Cache rows, int32."""
     positions: Tensor
     """Positions in the cache rows, int32."""
+
+
+class Spans(NamedTuple):
+    """New ids of each cache row in a flat step."""
+
+    starts: Tensor
+    """First new id of each row in the step, and the number of ids of the step, int32."""
+    rows: Tensor
+    """Cache rows, int32."""
+    lengths: Tensor
+    """Keys of each row, with the new ones, int32."""
+    longest: int
+    """Largest number of new ids of a row."""
+    longest_row: int
+    """Largest number of keys of a row."""
 
 
 class KVCache(Cache):
@@ -104,9 +126,13 @@ class KVCache(Cache):
         self._mrope = np.zeros((3, 0, 0), dtype=np.int64) if mrope else None
         self.ways = ways
         self.lanes: Lanes | None = None
+        self.spans: Spans | None = None
         self._max_slots, self._max_length = max_slots, max_length
         self._max_tokens = max_tokens
         self._dtype, self._device = dtype, device
+        self._first_rows = FIRST_ROWS.get(device.type, FIRST_ROWS["cuda"])
+        self._first_length = FIRST_LENGTH.get(device.type, FIRST_LENGTH["cuda"])
+        self._shortest_copy = SHORTEST_COPY.get(device.type, SHORTEST_COPY["cuda"])
         self._keys: list[Tensor | None] = [None] * layers
         self._values: list[Tensor | None] = [None] * layers
         self._ids = np.zeros((0, 0), dtype=np.int64)
@@ -153,6 +179,8 @@ class KVCache(Cache):
         slot = source
         if self._busy[source] or 2 * reused < self._computed[source]:
             slot = self._least_useful()
+            if reused < self._shortest_copy:
+                reused = 0
             self._copy(source, slot, reused)
         self._busy[slot] = True
         self._needs[slot] = _round_up(length)
@@ -238,12 +266,23 @@ class KVCache(Cache):
         self._computed[:] = 0
 
     def _longest_prefix(self, ids: np.ndarray) -> tuple[int, int]:
-        differs = self._ids[:, : len(ids)] != ids
-        common = np.where(differs.any(axis=1), differs.argmax(axis=1), len(ids))
-        common = np.minimum(np.minimum(common, self._computed), len(ids) - 1)
+        common = np.minimum(self._common(ids), np.minimum(self._computed, len(ids) - 1))
         # A free slot wins a tie: it is used in place, without a copy.
         source = int((2 * common + ~self._busy).argmax())
         return source, int(common[source])
+
+    def _common(self, ids: np.ndarray) -> np.ndarray:
+        """Length of the prefix that each slot has in common with `ids`, as far as its ids are computed."""
+        common = np.zeros(self.rows, dtype=np.int64)
+        rows, start, end = np.arange(self.rows), 0, COMPARED_FIRST
+        while len(rows) and start < len(ids):
+            end = min(end, len(ids))
+            differs = self._ids[rows, start:end] != ids[start:end]
+            equal = np.where(differs.any(axis=1), differs.argmax(axis=1), differs.shape[1])
+            common[rows] += equal
+            rows = rows[(equal == end - start) & (self._computed[rows] > end)]
+            start, end = end, 2 * end
+        return common
 
     def _least_useful(self) -> int:
         """A new slot while the cache may grow, else the least recently used free one."""
@@ -268,10 +307,10 @@ class KVCache(Cache):
         if rows <= have_rows and length <= have_length:
             return
         if rows > have_rows:
-            rows = min(max(rows, 2 * have_rows, FIRST_ROWS), self._most_rows(max(length, have_length)))
+            rows = min(max(rows, 2 * have_rows, self._first_rows), self._most_rows(max(length, have_length)))
         if length > have_length:
-            first = FIRST_LENGTH.get(self._device.type, FIRST_LENGTH["cuda"])
-            wanted = min(_round_up(max(length, 2 * have_length, first)), _round_up(self._max_length))
+            wanted = max(length, 2 * have_length, self._first_length)
+            wanted = min(_round_up(wanted), _round_up(self._max_length))
             fits = max(rows, have_rows) <= self._most_rows(wanted)
             length = wanted if fits else _round_up(length)
         rows, length = max(rows, have_rows), max(length, have_length)
@@ -325,7 +364,7 @@ class KVCache(Cache):
         length = min(_round_up(int(position.max()) + 1), self._ids.shape[1])
         source_row, source_column = np.nonzero(valid)
         whole = valid.all()
-        self.lanes = None
+        self.lanes = self.spans = None
         self._writes = _Writes(
             slice(low, high) if dense else self._tensor(rows),
             length,
@@ -343,6 +382,32 @@ class KVCache(Cache):
         mask = self._mask(positions, length)
         return ForwardInputs(self._tensor(ids), turned, mask, self._tensor(chosen), pictured)
 
+    @property
+    def flattens(self) -> bool:
+        """Whether prompts can be computed in flat steps."""
+        kernels = self.ways is not None and self.ways.attend_spans is not None
+        return kernels and self._mrope is None and self._image_id is None
+
+    def flat(self, slots: Sequence[int], counts: Sequence[int]) -> ForwardInputs:
+        """Prepare a forward pass over the next `counts` ids of `slots`, in one row without padding."""
+        chosen, count = np.asarray(slots), np.asarray(counts)
+        ends = np.cumsum(count)
+        lengths = self._computed[chosen] + count
+        rows = np.repeat(chosen, count)
+        positions = np.arange(ends[-1]) + np.repeat(lengths - ends, count)
+        numbers = np.stack([self._ids[rows, positions], positions, rows])
+        ids, at, row = self._tensor(numbers)
+        spans = np.stack([ends - count, ends, chosen, lengths]).astype(np.int32)
+        starts, stops, span_rows, span_lengths = self._tensor(spans)
+        self._writes = None
+        self.lanes = Lanes(row.int(), at.int())
+        self.spans = Spans(
+            torch.cat([starts[:1], stops]), span_rows, span_lengths, int(count.max()), int(lengths.max())
+        )
+        mask = torch.zeros(1, 1, 1, 1, dtype=self._dtype, device=self._device)
+        output = torch.arange(len(chosen), device=self._device)
+        return ForwardInputs(ids[None], at[None], mask, output, last=stops.long() - 1)
+
     def fixed(
         self, ids: Tensor, positions: Tensor, rows: Tensor, length: int, *, gathered: bool
     ) -> ForwardInputs:
@@ -352,7 +417,7 @@ class KVCache(Cache):
         kernels (`ways`) it reads the keys of `rows` up to `positions`, without a mask.
         """
         if self.ways is not None:
-            self._writes = None
+            self._writes = self.spans = None
             self.lanes = Lanes(rows.int().contiguous(), positions.int().contiguous())
             mask = torch.zeros(len(rows), 1, 1, 1, dtype=self._dtype, device=self._device)
             return ForwardInputs(ids[:, None], positions[:, None], mask, rows)

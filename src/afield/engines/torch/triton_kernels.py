@@ -64,24 +64,23 @@ def _half(source, weight, cos, sin, target, eps, half: tl.constexpr, normed: tl.
 @jit
 def _prepare(
     q, k, v, q_weight, k_weight, cos, sin, q_out, keys, values, rows, positions, eps,
-    row_stride, position_stride, q_heads: tl.constexpr, kv_heads: tl.constexpr,
-    half: tl.constexpr, normed: tl.constexpr,
+    q_stride, k_stride, v_stride, row_stride, position_stride,
+    q_heads: tl.constexpr, kv_heads: tl.constexpr, half: tl.constexpr, normed: tl.constexpr,
 ):  # fmt: skip
-    head, lane = tl.program_id(0), tl.program_id(1)
+    lane, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     size: tl.constexpr = 2 * half
     cos += lane * size
     sin += lane * size
     if head < q_heads:
-        at = (lane * q_heads + head) * size
-        _half(q + at, q_weight, cos, sin, q_out + at, eps, half, normed)
+        target = q_out + (lane * q_heads + head) * size
+        _half(q + lane * q_stride + head * size, q_weight, cos, sin, target, eps, half, normed)
     else:
         head -= q_heads
         row = tl.load(rows + lane).to(tl.int64)
         place = row * row_stride + tl.load(positions + lane) * position_stride + head * size
-        at = (lane * kv_heads + head) * size
-        _half(k + at, k_weight, cos, sin, keys + place, eps, half, normed)
+        _half(k + lane * k_stride + head * size, k_weight, cos, sin, keys + place, eps, half, normed)
         d = tl.arange(0, size)
-        tl.store(values + place + d, tl.load(v + at + d))
+        tl.store(values + place + d, tl.load(v + lane * v_stride + head * size + d))
 
 
 def prepare(
@@ -91,13 +90,14 @@ def prepare(
 ) -> Tensor:  # fmt: skip
     lanes, heads, size = q.shape
     kv_heads = k.shape[1]
-    q, k, v, cos, sin = (t.contiguous() for t in (q, k, v, cos, sin))
+    q, k, v = (t if t[0].is_contiguous() else t.contiguous() for t in (q, k, v))
+    cos, sin = cos.contiguous(), sin.contiguous()
     q_weight, k_weight, eps = norms or (q, k, 0.0)
-    out = torch.empty_like(q)
-    _prepare[(heads + kv_heads, lanes)](
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _prepare[(lanes, heads + kv_heads)](
         q, k, v, q_weight, k_weight, cos, sin, out, keys, values, rows, positions, eps,
-        keys.stride(0), keys.stride(1), q_heads=heads, kv_heads=kv_heads,
-        half=size // 2, normed=norms is not None, num_warps=1,
+        q.stride(0), k.stride(0), v.stride(0), keys.stride(0), keys.stride(1),
+        q_heads=heads, kv_heads=kv_heads, half=size // 2, normed=norms is not None, num_warps=1,
     )  # fmt: skip
     return out
 
@@ -162,21 +162,24 @@ def attend(
 
 
 @jit
-def _gate(gate, up, out, count, elements: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * elements + tl.arange(0, elements)
+def _gate(gate, up, out, gate_stride, up_stride, count, elements: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * elements + tl.arange(0, elements)
     there = at < count
-    x = tl.load(gate + at, mask=there, other=0.0).to(tl.float32)
+    x = tl.load(gate + row * gate_stride + at, mask=there, other=0.0).to(tl.float32)
     open_by = _rounded(x / (1 + tl.exp(-x)), gate)
-    y = open_by * tl.load(up + at, mask=there, other=0.0).to(tl.float32)
-    tl.store(out + at, y.to(out.dtype.element_ty), mask=there)
+    y = open_by * tl.load(up + row * up_stride + at, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + row * count + at, y.to(out.dtype.element_ty), mask=there)
 
 
 def gate(gate: Tensor, up: Tensor) -> Tensor:
     """SiLU gate; see `decode_kernels.gate`."""
-    gate, up = gate.contiguous(), up.contiguous()
-    out = torch.empty_like(gate)
-    count = gate.numel()
-    _gate[(triton.cdiv(count, ELEMENTS_AT_ONCE),)](gate, up, out, count, elements=ELEMENTS_AT_ONCE)
+    count = gate.shape[-1]
+    rows, ups = (t if t.stride(-1) == 1 else t.contiguous() for t in (gate.flatten(0, -2), up.flatten(0, -2)))
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    _gate[(len(rows), triton.cdiv(count, ELEMENTS_AT_ONCE))](
+        rows, ups, out, rows.stride(0), ups.stride(0), count, elements=ELEMENTS_AT_ONCE
+    )
     return out
 
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import repeat
 from typing import Any
+from weakref import WeakKeyDictionary
+
+import msgspec
 
 from afield.chat import ChatTokenizer
 from afield.gateway.api_error import bad_request
@@ -17,6 +20,9 @@ from afield.interfaces.engine import TopLogprobs
 
 MOST = 20
 Json = dict[str, Any]
+encode = msgspec.json.Encoder().encode
+# Encoded parts of each token's entry, with texts and with ids.
+ENCODED: WeakKeyDictionary[ChatTokenizer, tuple[dict[int, tuple[bytes, bytes]], ...]] = WeakKeyDictionary()
 
 
 def check_count(count: int | None, name: str, maximum: int = MOST) -> int:
@@ -31,13 +37,10 @@ class TokenText:
     def __init__(self, tokenizer: ChatTokenizer, options: ResponseOptions) -> None:
         self._tokenizer = tokenizer
         self._as_ids = options.tokens_as_ids
+        self._encoded = ENCODED.setdefault(tokenizer, ({}, {}))[self._as_ids]
 
     def text(self, token: int) -> str:
         return f"token_id:{token}" if self._as_ids else self._tokenizer.piece(token).decode(errors="replace")
-
-    def entry(self, token: int, logprob: float) -> Json:
-        """Encodes a token for Chat and Responses."""
-        return {"token": self.text(token), "logprob": logprob, "bytes": list(self._tokenizer.piece(token))}
 
     def entries(
         self,
@@ -45,15 +48,28 @@ class TokenText:
         logprobs: Sequence[float],
         tops: Sequence[TopLogprobs] = (),
         count: int = MOST,
-    ) -> list[Json]:
-        """Encodes tokens with at most `count` top alternatives each."""
-        return [
-            {
-                **self.entry(token, logprob),
-                "top_logprobs": [self.entry(*pair) for pair in recorded(top[:count], token, logprob)],
-            }
-            for token, logprob, top in zip(ids, logprobs, tops or repeat(()), strict=False)
-        ]
+    ) -> list[msgspec.Raw]:
+        """Encodes tokens with at most `count` top alternatives each, for Chat and Responses."""
+        entries: list[msgspec.Raw] = []
+        for token, logprob, top in zip(ids, logprobs, tops or repeat(()), strict=False):
+            alternatives = b""
+            if count and top:
+                pairs = recorded(top[:count], token, logprob)
+                alternatives = b",".join([self._entry(*pair) + b"}" for pair in pairs])
+            entry = self._entry(token, logprob) + b',"top_logprobs":[' + alternatives + b"]}"
+            entries.append(msgspec.Raw(entry))
+        return entries
+
+    def _entry(self, token: int, logprob: float) -> bytes:
+        around = self._encoded.get(token)
+        if around is None:
+            around = self._encoded[token] = self._around(token)
+        return around[0] + encode(logprob) + around[1]
+
+    def _around(self, token: int) -> tuple[bytes, bytes]:
+        """What is before and after the log-probability in a token's entry, which has no end yet."""
+        piece = self._tokenizer.piece(token)
+        return b'{"token":' + encode(self.text(token)) + b',"logprob":', b',"bytes":' + encode(list(piece))
 
     def prompt(self, scored: Sequence[TopLogprobs]) -> list[Json | None]:
         """Encodes prompt log-probabilities as vLLM does: by token id, None for the first token."""

@@ -11,6 +11,8 @@ import base64
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from msgspec import Raw
+
 from afield.chat import ChatTokenizer, Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
 from afield.gateway.api_error import ApiError
 from afield.gateway.dialects import responses_request
@@ -69,7 +71,7 @@ class Items:
         ids: Sequence[int],
         logprobs: Sequence[float],
         tops: Sequence[TopLogprobs],
-    ) -> list[Json]:
+    ) -> list[Raw]:
         """Encodes the log-probabilities of tokens at positions, if requested."""
         if not self._options.logprobs:
             return []
@@ -77,7 +79,7 @@ class Items:
         sampled = ([ids[n] for n in places], [logprobs[n] for n in places])
         return self._texts.entries(*sampled, chosen, self._options.top_logprobs)
 
-    def fill(self, item: Json, text: str, status: str = "completed", logprobs: Sequence[Json] = ()) -> Json:
+    def fill(self, item: Json, text: str, status: str = "completed", logprobs: Sequence[Raw] = ()) -> Json:
         """Returns the item with its text."""
         if item["type"] == "message":
             return item | {"content": [text_part(text, logprobs)], "status": status}
@@ -87,7 +89,7 @@ class Items:
             return item | {"status": status}
         return item | {"content": [{"type": "reasoning_text", "text": text}], "status": status}
 
-    def of_reply(self, reply: Message, status: str, logprobs: Sequence[Json] = ()) -> list[Json]:
+    def of_reply(self, reply: Message, status: str, logprobs: Sequence[Raw] = ()) -> list[Json]:
         output = [self.fill(self.reasoning(), reply.reasoning)] if reply.reasoning else []
         if reply.content or not (output or reply.tool_calls):
             output.append(self.fill(self.message(), reply.content, status, logprobs))
@@ -138,7 +140,7 @@ class Items:
         return self._made[kind]
 
 
-def text_part(text: str, logprobs: Sequence[Json] = ()) -> Json:
+def text_part(text: str, logprobs: Sequence[Raw] = ()) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
@@ -163,7 +165,7 @@ def output_of(items: Items, finished: CallFinished) -> list[Json]:
     return items.of_reply(finished.reply, status, spoken(items, finished))
 
 
-def spoken(items: Items, finished: CallFinished) -> list[Json]:
+def spoken(items: Items, finished: CallFinished) -> list[Raw]:
     """Returns the log-probabilities of the reply's text."""
     scores = finished.scores
     if scores is None or scores.text_positions is None:
@@ -182,8 +184,8 @@ class ResponsesStream:
         self._ids: list[int] = []
         self._values: list[float] = []
         self._tops: list[TopLogprobs] = []
-        self._told: list[Json] = []  # log-probabilities for the next text
-        self._shown: list[Json] = []  # log-probabilities of the open item
+        self._told: list[Raw] = []  # log-probabilities for the next text
+        self._shown: list[Raw] = []  # log-probabilities of the open item
         self._opened = False
         self._sequence = 0
         self._output: list[Json] = []
