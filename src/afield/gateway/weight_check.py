@@ -14,6 +14,7 @@ from pathlib import Path
 
 from afield.errors import Unavailable
 from afield.interfaces.engine import Engine, GenerateRequest
+from afield.interfaces.shared_weights import read_shared_weights
 from afield.interfaces.weight_probe import SESSION, WeightProbe, read_weight_probe
 from afield.types import Sampling
 
@@ -29,7 +30,13 @@ CHECK_TIMEOUT_S = 30.0
 
 
 async def read_probe(path: str) -> WeightProbe | None:
-    return await asyncio.to_thread(read_weight_probe, Path(path)) if path else None
+    """Probe of the weights in a directory, also while they are in memory alone; None without one."""
+    return await asyncio.to_thread(_read_probe, Path(path)) if path else None
+
+
+def _read_probe(directory: Path) -> WeightProbe | None:
+    shared = read_shared_weights(directory)
+    return shared.probe if shared is not None else read_weight_probe(directory)
 
 
 async def check_weights_match(

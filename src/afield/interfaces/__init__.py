@@ -15,11 +15,12 @@ from afield.interfaces.gateway import (
 )
 from afield.interfaces.runtime import Capabilities, Exit, Phase, Runtime, SessionStatus, TaskPreparer
 from afield.interfaces.sandbox import ExecResult, Sandbox
-from afield.interfaces.trainer import AsyncSaver, Publisher, StepReport, Trainer
+from afield.interfaces.trainer import AsyncSaver, BackgroundPublisher, Publisher, StepReport, Trainer
 from afield.interfaces.transport import Fence, PendingAttempt, Transport
 
 __all__ = [
     "AsyncSaver",
+    "BackgroundPublisher",
     "Capabilities",
     "Chunk",
     "Engine",

@@ -82,7 +82,19 @@ class Publisher(Protocol):
         """Write the weights as `export` does, in `dtype`, and return metrics of the rounding.
 
         `update_kept` is the part of the update, projected on its direction, that survives rounding (1.0 is
-        ideal); `update_norm` and `rounding_noise_norm` are norms over all weights. Repeating a version writes
-        the same bits.
+        ideal); `update_norm` and `rounding_noise_norm` are norms over all weights. `shared_weights` is 1.0 if
+        engines can load the version from memory. Repeating a version writes the same bits.
+        """
+        ...
+
+
+@runtime_checkable
+class BackgroundPublisher(Protocol):
+    """Publisher whose versions may be loaded before all their files are written; see `shared_weights`."""
+
+    def finish_publication(self) -> None:
+        """Wait until the files of the newest published version are complete.
+
+        Raises Unavailable if they cannot be written. Repeating it is harmless.
         """
         ...

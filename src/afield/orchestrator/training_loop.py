@@ -22,7 +22,8 @@ import msgspec
 from msgspec import Struct, structs
 
 from afield.errors import DamagedFile, NoRewards, Unavailable
-from afield.interfaces import AsyncSaver, Gateway, Publisher, StepReport, Trainer
+from afield.interfaces import AsyncSaver, BackgroundPublisher, Gateway, Publisher, StepReport, Trainer
+from afield.interfaces.shared_weights import can_be_loaded
 from afield.orchestrator.groups import StalenessWindow
 from afield.orchestrator.state import (
     STEP_STATE_FILE,
@@ -232,6 +233,7 @@ class TrainingLoop:
                 )
             del batch  # frees memory before the next batch is read
         await asyncio.to_thread(self._finish_checkpoint)
+        await asyncio.to_thread(self._finish_publication)
 
     async def _begin(self, state: StepState) -> None:
         """Publish the current weights, with a higher version than the gateway served for another run."""
@@ -420,9 +422,18 @@ class TrainingLoop:
         self._complete_checkpoint(unfinished.state, unfinished.partial)
 
     def _complete_checkpoint(self, state: StepState, partial: Path) -> None:
-        """Give a checkpoint with all its files its final name, which makes it count."""
+        """Give a checkpoint with all its files its final name, which makes it count.
+
+        The weights of its version are complete on disk before.
+        """
+        self._finish_publication()
         (partial / STEP_STATE_FILE).write_bytes(msgspec.json.encode(state))
         rename_whole(partial, self._run.checkpoint(state.step), durable=self._run.durable)
+
+    def _finish_publication(self) -> None:
+        """Wait until the published weights are complete on disk."""
+        if isinstance(self._trainer, BackgroundPublisher):
+            self._trainer.finish_publication()
 
     def _export(self, version: int) -> dict[str, float]:
         """Write the weights for engines; returns metrics of their rounding."""
@@ -454,7 +465,7 @@ class TrainingLoop:
     async def _publish(self, step: int, version: int) -> None:
         """Have the gateway serve the weights of a step, and record when it does."""
         path = self._run.weights(version)
-        if not path.exists():
+        if not await asyncio.to_thread(can_be_loaded, path):  # or killed before its files were written
             await asyncio.to_thread(self._export, version)
         began = time.monotonic()
         async with self._bounded(f"serve version {version}"):

@@ -25,6 +25,7 @@ RoundingName = Literal["stochastic", "nearest"]
 FloatDtype = Literal["float32", "bfloat16", "float16"]
 TrainerDtype = Literal["auto", FloatDtype]
 EngineDtype = Literal["auto", FloatDtype]
+WeightTransferName = Literal["auto", "memory", "disk"]
 
 
 class LoraOptions(SettingsGroup, frozen=True, kw_only=True):

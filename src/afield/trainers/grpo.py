@@ -47,6 +47,7 @@ from afield.settings.trainer import (
     MaskTruncated,
     RoundingName,
     TrainerDtype,
+    WeightTransferName,
 )
 from afield.trainers.batch import TrainingBatch, check_rows, to_batch, token_account
 from afield.trainers.diagnostics import BatchDiagnostics
@@ -64,6 +65,7 @@ from afield.trainers.model_directory import copy_but_weights, replaced
 from afield.trainers.optimizer import Optimizer, Scores, WeightFunction
 from afield.trainers.publication import MIN_UPDATE_KEPT
 from afield.trainers.sharded_checkpoint import has_shards
+from afield.trainers.shared_publication import SharedPublication
 from afield.trainers.token_recorder import TokenRecorder
 from afield.types import Group
 
@@ -113,6 +115,8 @@ class GRPO:
     - `reply_limit`: largest number of tokens of a reply, for `overlong_buffer`.
     - `seed`: seed of minibatches and of stochastic rounding.
     - `thinking`: how reasoning was rendered while sampling; saved with checkpoints.
+    - `weight_transfer`: publish weights in shared memory (`memory`), by files alone (`disk`), or in memory
+      if it can be shared (`auto`).
     - `record_training`: return the values of every token, for `rollouts/step-N.tokens`.
     """
 
@@ -163,6 +167,7 @@ class GRPO:
         max_logprob_diff: float | None = None,
         thinking: Thinking = "preserve",
         rounding: RoundingName = "stochastic",
+        weight_transfer: WeightTransferName = "disk",
         record_training: bool = False,
     ) -> None:
         check_choice(loss, LossName, "loss")
@@ -171,6 +176,7 @@ class GRPO:
         check_choice(rounding, RoundingName, "rounding")
         check_choice(lr_schedule, LRScheduleName, "lr_schedule")
         check_choice(mask_truncated, MaskTruncated, "mask_truncated")
+        check_choice(weight_transfer, WeightTransferName, "weight_transfer")
         self.aggregate: Aggregate = LOSSES[loss].aggregate if aggregate == "auto" else aggregate
         check_choice(self.aggregate, Aggregate, "aggregate")
         if self.aggregate == "constant" and length is None:
@@ -233,6 +239,11 @@ class GRPO:
         self.thinking: Thinking = thinking
         self.max_logprob_diff = max_logprob_diff
         self.record_training = record_training
+        self.sharing: SharedPublication | None = None
+        """Shared memory for published weights; None publishes them on disk alone."""
+        if weight_transfer != "disk" and not self.publishes_adapter:
+            required = weight_transfer == "memory"
+            self.sharing = SharedPublication(self.policy.sharing_device, required=required)
         self.steps = 0
         self.skipped = 0
         """Consecutive updates without a finite gradient."""
@@ -461,14 +472,17 @@ class GRPO:
         self._export(directory, Rounding())
 
     def publish(self, directory: Path, *, version: int, dtype: str) -> dict[str, float]:
-        """Write the weights of `version` for engines that compute in `dtype`; returns rounding metrics.
+        """Write the weights of `version` for engines that compute in `dtype`; returns metrics of rounding and
+        transfer.
 
-        Stochastic rounding is seeded by the run's seed and the version: a repetition writes the same bits.
+        In shared memory, the directory is complete after `finish_publication`. Stochastic rounding is seeded
+        by the run's seed and the version: a repetition writes the same bits.
         """
         rounding = make_rounding(dtype, self.seed, version, nearest=self.rounding == "nearest")
-        published = self._export(directory, rounding)
+        published = self._export(directory, rounding, self.sharing)
         self.version, self.engine_dtype = version, dtype
         metrics = published.metrics() if rounding.lossy else {"update_kept": 1.0, "rounding_noise_norm": 0.0}
+        metrics["shared_weights"] = float(self.sharing is not None and self.sharing.holds(directory))
         if metrics.get("update_kept", 1.0) < MIN_UPDATE_KEPT:
             log.warning(
                 "version %d: only %.0f %% of the update reached the published weights in %s; set"
@@ -479,10 +493,17 @@ class GRPO:
             )
         return metrics
 
-    def _export(self, directory: Path, rounding: Rounding) -> PublishedUpdate:
+    def finish_publication(self) -> None:
+        """Wait until the files of the newest published version are complete."""
+        if self.sharing is not None:
+            self.sharing.finish()
+
+    def _export(
+        self, directory: Path, rounding: Rounding, sharing: SharedPublication | None = None
+    ) -> PublishedUpdate:
         if self.publishes_adapter:
             return self.policy.export_adapter(directory, rounding)
-        return self.policy.export(directory, rounding)
+        return self.policy.export(directory, rounding, sharing)
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint: weights, optimizer state, random state, tokenizer, template and thinking."""

@@ -26,7 +26,14 @@ from afield.models.vision import Vision
 from afield.settings.trainer import FloatDtype, LayoutName, LoraOptions, TrainerDtype
 from afield.trainers import lora as adapters
 from afield.trainers.micro_batches import ImageReader, Padded
-from afield.trainers.model_directory import copy_but_weights, load_model, replaced, write_weights
+from afield.trainers.model_directory import (
+    WEIGHT_FILE,
+    copy_but_weights,
+    load_model,
+    replaced,
+    untie,
+    write_weights,
+)
 from afield.trainers.publication import (
     Checkpoint,
     TensorShard,
@@ -36,6 +43,7 @@ from afield.trainers.publication import (
     names_of,
     undivided,
 )
+from afield.trainers.shared_publication import SharedPublication
 from afield.trainers.tree_attention import ATTENTION, TokenTree
 from afield.trainers.tree_compat import (
     is_deterministic,
@@ -213,22 +221,40 @@ class PolicyModel:
             return adapters.merged_state(self.model, self.gather_for_export)
         return {name: self.gather_for_export(tensor) for name, tensor in self.model.state_dict().items()}
 
-    def export(self, directory: Path, rounding: Rounding = Rounding()) -> PublishedUpdate:  # noqa: B008
+    def export(
+        self,
+        directory: Path,
+        rounding: Rounding = Rounding(),  # noqa: B008
+        sharing: SharedPublication | None = None,
+    ) -> PublishedUpdate:
         """Write the model directory as an engine loads it, with a weight probe. Replaces the directory.
 
-        Weights are float32, or rounded by `rounding`.
+        Weights are float32, or rounded by `rounding`. With `sharing` they are in shared memory when this
+        returns, if that is possible, and on disk later.
         """
-        if not rounding.lossy:
-            weights, probe, update = self.weights(), self.weight_probe(), PublishedUpdate()
-        else:
-            with self.published(rounding) as update:
-                weights, probe = self._rounded_weights(rounding), self.weight_probe()
-        if self.writes:
-            with replaced(directory) as fresh:
-                copy_but_weights(self.path, fresh)
-                write_weights(self.model, fresh, weights)
-                write_rounding(fresh, rounding)
+        with self.published(rounding) if rounding.lossy else nullcontext(PublishedUpdate()) as update:
+            tensors = self._exported(rounding)
+            shares = sharing is not None and self.writes and sharing.begin(tensors)
+            weights: dict[str, Tensor] = {}
+            for name, (tensor, dtype) in tensors.items():
+                if sharing is not None and shares:
+                    sharing.put(name, self.gather_for_export(tensor.to(dtype)))
+                else:  # a copy, because published weights are in place of the masters for this block only
+                    weights[name] = self.gather_for_export(tensor.to(dtype, copy=rounding.lossy))
+            probe = self.weight_probe()
+        if not self.writes:
+            return self.sum_over_ranks(update)
+        with replaced(directory) as fresh:
+            copy_but_weights(self.path, fresh)
+            untie(self.model, fresh)
+            write_rounding(fresh, rounding)
+            if sharing is not None and shares:
+                sharing.describe(fresh, rounding.version, probe)
+            else:
+                write_weights(fresh / WEIGHT_FILE, weights)
                 write_weight_probe(fresh, probe)
+        if sharing is not None and shares:
+            sharing.write_behind(directory, probe)
         return self.sum_over_ranks(update)
 
     def export_adapter(self, directory: Path, rounding: Rounding = Rounding()) -> PublishedUpdate:  # noqa: B008
@@ -256,17 +282,25 @@ class PolicyModel:
             with as_published(self.model, rounding, self._checkpoint, self.shard) as update:
                 yield update
 
-    def _rounded_weights(self, rounding: Rounding) -> dict[str, Tensor]:
-        """Rounded tensors, inside `published`. Buffers stay as they are."""
+    def _exported(self, rounding: Rounding) -> dict[str, tuple[Tensor, torch.dtype]]:
+        """Tensors to export, whole or sharded, and their dtype in the export. Buffers keep theirs.
+
+        An export that rounds calls it inside `published`.
+        """
+        if not rounding.lossy:
+            whole = self.weights() if self.lora else self.model.state_dict()
+            return {name: (tensor, tensor.dtype) for name, tensor in whole.items()}
         dtype, tensors = torch_dtype(rounding.dtype), self.model.state_dict()
         weights = names_of(self.model).keys()
         if self.lora:
             tensors = adapters.base_state(self.model)
             weights = {name.replace(".base_layer.", ".") for name in weights}
-        return {
-            n: self.gather_for_export(t.to(dtype, copy=True) if n in weights else t)
-            for n, t in tensors.items()
-        }
+        return {n: (t, dtype if n in weights else t.dtype) for n, t in tensors.items()}
+
+    @property
+    def sharing_device(self) -> torch.device:
+        """Device in whose memory published weights are shared."""
+        return self.device
 
     @property
     def writes(self) -> bool:

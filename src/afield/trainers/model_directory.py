@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from afield.errors import Unavailable, UsageError, boundary
+from afield.interfaces import shared_weights
 from afield.models.model_lock import ALONE
 from afield.models.vision import has_vision
 from afield.settings.trainer import FloatDtype
 from afield.types import Failure, FailureKind, Reason
 
+WEIGHT_FILE = "model.safetensors"
+"""File of exported weights."""
 WEIGHTS = (
     "*.safetensors",
     "*.safetensors.index.json",
@@ -29,6 +32,8 @@ WEIGHTS = (
     "*.pt",
     "*.pth",
     "*.gguf",
+    "*.partial",
+    shared_weights.FILE,
 )
 
 
@@ -60,9 +65,9 @@ def copy_but_weights(source: Path, target: Path) -> None:
     shutil.copytree(source, target, ignore=shutil.ignore_patterns(*WEIGHTS), dirs_exist_ok=True)
 
 
-def write_weights(model: Any, directory: Path, state: Mapping[str, Any]) -> None:
-    """Write all of `state` to one file. Tied embeddings are written untied, since engines that reload weights
-    in place may update only one of the two."""
+def write_weights(file: Path, state: Mapping[str, Any]) -> None:
+    """Write all of `state` to one file, tied tensors twice: engines that reload weights in place may update
+    only one of the two."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -70,9 +75,13 @@ def write_weights(model: Any, directory: Path, state: Mapping[str, Any]) -> None
     shared = Counter(tensor.data_ptr() for tensor in state.values())
     state = {n: t.clone() if shared[t.data_ptr()] > 1 else t for n, t in state.items()}
     try:
-        save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+        save_file(state, file, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(str(error)) from error
+
+
+def untie(model: Any, directory: Path) -> None:
+    """Let the configuration say that the weights are untied, as `write_weights` writes them."""
     path = directory / "config.json"
     config = json.loads(path.read_text())
     if config.get("tie_word_embeddings", model.config.tie_word_embeddings):
@@ -85,9 +94,15 @@ def replaced(directory: Path) -> Iterator[Path]:
     directory = Path(directory)
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"{directory} is a file; name a directory, or move the file away")
+    with writing(directory), _replaced(directory) as fresh:
+        yield fresh
+
+
+@contextmanager
+def writing(directory: Path) -> Iterator[None]:
+    """Raise Unavailable, with a remedy, if the block cannot write to `directory`."""
     try:
-        with _replaced(directory) as fresh:
-            yield fresh
+        yield
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a full disk
         raise Unavailable(f"{directory} cannot be written: {error}; {_remedy(error)}") from error
 

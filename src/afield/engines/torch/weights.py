@@ -29,8 +29,10 @@ from transformers import (
 
 from afield.engines.lora import TENSORS, AdapterConfig, is_adapter, read_config
 from afield.errors import UsageError
+from afield.interfaces.shared_weights import read_shared_weights, wait_for_file
 from afield.models.model_lock import ALONE
 from afield.models.rounding import DTYPES, PublishedUpdate, Rounding, measure_update, read_rounding, rounded
+from afield.models.shared_weights import SharedMemoryError, opened
 from afield.models.vision import has_vision, tensor_name
 
 log = logging.getLogger(__name__)
@@ -132,11 +134,16 @@ def read_weights(
     """Read weights in the order of `wanted`, with its dtypes and devices; raises UsageError on mismatch.
 
     An adapter directory is merged in float32 into the tensors of `base`, then rounded as the directory
-    specifies, else as `rounding` does. Tensors are copies: the directories may change afterwards.
+    specifies, else as `rounding` does. Weights that a trainer shares in memory are copied from there, or read
+    from their file as soon as it is complete. Tensors are copies: the directories may change afterwards.
     """
     if not is_adapter(path):
+        if (shared := _read_shared(path, wanted)) is not None:
+            return shared
+        wait_for_file(path)
         tensors_by_name = _read_all(path)
         return [_copied(_pick(path, parameter, tensors_by_name), parameter) for parameter in wanted]
+    wait_for_file(base)
     tensors_by_name = _read_all(base)
     if has_vision(base):
         tensors_by_name = {tensor_name(name): tensor for name, tensor in tensors_by_name.items()}
@@ -161,6 +168,18 @@ def read_weights(
             100 * update.kept,
         )
     return tensors
+
+
+def _read_shared(path: Path, wanted: list[ModelParameter]) -> list[Tensor] | None:
+    """Copies of weights in the memory of their trainer; None if there are none."""
+    if (shared := read_shared_weights(path)) is None:
+        return None
+    try:
+        with opened(shared, wanted[0].tensor.device) as tensors:
+            return [_copied(_pick(path, parameter, tensors), parameter) for parameter in wanted]
+    except SharedMemoryError as error:
+        log.info("weights %s: read from their file: %s", path, error)
+        return None
 
 
 def _copied(tensor: Tensor, parameter: ModelParameter) -> Tensor:
@@ -202,6 +221,8 @@ def _pick(path: Path, parameter: ModelParameter, tensors: Mapping[str, Tensor]) 
                 " both must come from the same config.json"
             )
     for name in present[1:]:
+        if tensors[name].data_ptr() == tensors[present[0]].data_ptr():
+            continue
         if not torch.equal(tensors[name], tensors[present[0]]):
             raise UsageError(
                 f"weights {str(path)!r}: {present[0]!r} and {name!r} differ, but the model being served ties"

@@ -104,6 +104,11 @@ class ShardedPolicy(PolicyModel):
             return self._roots[id(self.model)](lambda: compute_weight_probe(self.model))
 
     @property
+    def sharing_device(self) -> torch.device:
+        """CPU memory, into which rank 0 gathers exported weights."""
+        return torch.device("cpu")
+
+    @property
     def writes(self) -> bool:
         return dist.get_rank() == 0
 
@@ -334,12 +339,16 @@ class ShardedGRPO(GRPO):
     """Checkpoint that is being written, and the function that waits for this rank's shards."""
 
     def publish_as(self, directory: Path, version: int, dtype: str) -> dict[str, float]:
+        self.finish_publication()  # raises on every rank, before any of them gathers
         return self.publish(directory, version=version, dtype=dtype)
 
     def _records(
         self, groups: Sequence[Group], batch: TrainingBatch, recorder: TokenRecorder | None, regularised: bool
     ) -> dict[str, bytes]:
         return super()._records(groups, batch, recorder, regularised) if dist.get_rank() == 0 else {}
+
+    def finish_publication(self) -> None:
+        on_rank_0(super().finish_publication)
 
     def save(self, directory: Path) -> None:
         with self._saving(directory) as fresh:

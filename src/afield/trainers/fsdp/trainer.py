@@ -27,7 +27,9 @@ from afield.utils.child_process import wait_or_kill_popen
 SAME_ERROR_TIMEOUT_S = 30.0
 """Time within which all ranks must raise the same error, in seconds."""
 EXIT_TIMEOUT_S = 10.0
-Method = Literal["step", "export", "publish_as", "save", "begin_save", "finish_save", "restore"]
+Method = Literal[
+    "step", "export", "publish_as", "finish_publication", "save", "begin_save", "finish_save", "restore"
+]
 
 
 class RankReply(NamedTuple):
@@ -106,6 +108,9 @@ class FSDPTrainer:
 
     def publish(self, directory: Path, *, version: int, dtype: str) -> dict[str, float]:
         return self._all("publish_as", Path(directory).absolute(), version, dtype)
+
+    def finish_publication(self) -> None:
+        self._all("finish_publication")
 
     def save(self, directory: Path) -> None:
         self._all("save", Path(directory).absolute())
