@@ -64,13 +64,15 @@ class Screen:
         self._say("starting gateway, engine, agents and trainer ...")
         return self
 
-    def ready(self) -> None:
-        """Print the startup time; start the chart if the output is a terminal."""
+    def ready(self, transfer: str = "") -> None:
+        """Print the startup time and the way of weights to engines; start the chart on a terminal."""
         took = time.monotonic() - self._began
         per_step = self._config.tasks_per_step * self._config.rollouts
         steps = "1 step" if self._config.steps == 1 else f"{self._config.steps} steps"
         rollouts = "1 rollout" if per_step == 1 else f"{per_step} rollouts"
         self._say(f"ready after {took:.1f} s; {steps} of {rollouts}")
+        if transfer:
+            self._say(escape(transfer))
         if self._console.is_terminal:
             self._live = Live(self._view(), console=self._console, refresh_per_second=4, transient=True)
             self._live.start()

@@ -326,7 +326,8 @@ async def train(
                 run.write_info(info_of(config, kind))
                 if role is not RunRole.COLLECT:
                     tracking.start()
-                screen.ready()
+                trains = role is not RunRole.COLLECT and not config.freeze_weights
+                screen.ready(factory.weight_transfer(config).description if trains else "")
                 await started.run()
                 run.check_present()
     except NoRewards as error:

@@ -28,6 +28,7 @@ from afield.engines.lora import AdapterLease, AdapterLeases, is_adapter
 from afield.engines.probe import MODE_PROMPTS, TokenLogprobs, mode_call
 from afield.errors import Unavailable, UsageError
 from afield.interfaces.engine import Chunk, EngineInfo, GenerateRequest
+from afield.interfaces.shared_weights import FILE_TIMEOUT_S, POLL_S, overdue, pending_file
 from afield.types import Constraint, FinishReason, VersionSpan
 from afield.wire import encode
 
@@ -179,6 +180,7 @@ class RemoteEngine(ABC):
                     " and no adapter (no adapter_config.json)"
                 )
             await self._check_weights(version, path)
+            await self._wait_for_weights(Path(path))
             self._swapping = True
             try:
                 # Inside `try`, because the server may pause although its response is lost.
@@ -236,6 +238,19 @@ class RemoteEngine(ABC):
 
     async def _check_weights(self, version: int, path: str) -> None:  # noqa: B027 (most servers take any)
         """Raise UsageError for weights that this server would load wrongly."""
+
+    async def _wait_for_weights(self, directory: Path) -> None:
+        """Wait until the server can load the weights; they may be in their trainer's memory before."""
+        limit = asyncio.timeout(FILE_TIMEOUT_S)
+        shared = None
+        try:
+            async with limit:
+                while (shared := await asyncio.to_thread(pending_file, directory)) is not None:
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError as error:
+            if shared is None or not limit.expired():
+                raise
+            raise overdue(directory, shared, FILE_TIMEOUT_S) from error
 
     async def _adopt(self, version: int, path: str) -> None:
         """Serve an adapter to new calls; raises UsageError when the server refuses it."""

@@ -53,6 +53,7 @@ from afield.factory.runs import (
 )
 from afield.factory.runtimes import runtime, untracked, verifier_runtime
 from afield.factory.telemetry import span_exporter, traces_wanted
+from afield.factory.weight_transfer import weight_transfer
 from afield.runtimes.registry import SessionEntry, SessionRegistry
 
 __all__ = [
@@ -116,4 +117,5 @@ __all__ = [
     "untracked",
     "verifier_runtime",
     "vocabulary_of",
+    "weight_transfer",
 ]

@@ -37,6 +37,7 @@ from afield.factory.relay import engine_spec, relay_route
 from afield.factory.runs import rollout_config, transport
 from afield.factory.runtimes import addresses
 from afield.factory.telemetry import traces_wanted
+from afield.factory.weight_transfer import weight_transfer
 from afield.orchestrator.state import RunDirectory
 from afield.settings.environment import Environment, agent_environment
 from afield.settings.train import TrainConfig
@@ -61,6 +62,7 @@ def check_choices(config: TrainConfig) -> None:
     backends: list[Backend] = [] if config.gateway else [ENGINES[engine]]
     backends += [] if config.freeze_weights else [TRAINERS[config.trainer]]
     check_collection(config, backends)
+    weight_transfer(config)
     download_model(Path(config.model))
     chat_tokenizer(Path(config.model))
 

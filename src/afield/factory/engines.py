@@ -10,6 +10,7 @@ from typing import Any
 
 from afield.errors import UsageError
 from afield.factory.registry import ENGINES, load, needs
+from afield.factory.weight_transfer import is_loopback
 from afield.interfaces import Engine, EngineInfo
 from afield.models.vision import has_vision, read_config
 from afield.settings.environment import agent_environment
@@ -29,6 +30,7 @@ def engine(
     images: bool = False,
     dtype: str = "auto",
     device: str | None = None,
+    shared_weights: bool = False,
 ) -> Engine:
     """Engine of a specification: `torch`, `scripted=FILE`, `vllm=URL` or `sglang=URL`.
 
@@ -37,7 +39,13 @@ def engine(
     name, _, argument = spec.partition("=")
     backend = load("engine", name, ENGINES)
     if ENGINES[name].server:
-        engine: Engine = connect(name, argument, images=images, vocabulary=vocabulary_size(model))
+        engine: Engine = connect(
+            name,
+            argument,
+            images=images,
+            vocabulary=vocabulary_size(model),
+            shared_weights=shared_weights,
+        )
     elif name == "scripted":
         if not argument:
             raise UsageError("--engine scripted needs a file: scripted=FILE")
@@ -86,6 +94,7 @@ def managed_vllm(
                 max_seqs=placement.vllm_max_seqs,
                 adapters=placement.vllm_adapters,
                 adapter_rank=placement.vllm_adapter_rank,
+                shared_weights=placement.vllm_shared_weights,
                 args=placement.vllm_args,
                 environment=agent_environment(),
                 log=str(Path(placement.vllm_logs) / f"vllm-{number}.log"),
@@ -97,10 +106,18 @@ def managed_vllm(
     ]
 
 
-def connect(kind: str, url: str, *, images: bool = False, vocabulary: int | None = None) -> Engine:
+def connect(
+    kind: str,
+    url: str,
+    *,
+    images: bool = False,
+    vocabulary: int | None = None,
+    shared_weights: bool = False,
+) -> Engine:
     """Client of a running inference server.
 
-    SGLang needs the size of the `vocabulary`, as it crashes on token ids outside of it.
+    SGLang needs the size of the `vocabulary`, as it crashes on token ids outside of it. With
+    `shared_weights`, a vLLM server on this machine takes weights from a trainer's GPU memory.
     """
     servers = [name for name, backend in ENGINES.items() if backend.server]
     if kind not in servers:
@@ -110,7 +127,10 @@ def connect(kind: str, url: str, *, images: bool = False, vocabulary: int | None
     backend = load("engine", kind, ENGINES)
     if kind == "sglang":
         return backend(url.rstrip("/"), vocab_size=vocabulary)
-    return backend(url.rstrip("/"), images=True) if images else backend(url.rstrip("/"))
+    options = {"images": True} if images else {}
+    if shared_weights and is_loopback(url):
+        options["shared_weights"] = True
+    return backend(url.rstrip("/"), **options)
 
 
 def engine_pool(
@@ -129,7 +149,7 @@ def engine_pool(
         from afield.gateway.engine_pool import EnginePool
 
     images = has_vision(model)
-    size = vocabulary_size(model)
+    size, shares = vocabulary_size(model), placement.vllm_shared_weights
     engines: list[tuple[str, Engine]] = []
     for spec in specs:
         kind = spec.partition("=")[0]
@@ -138,12 +158,13 @@ def engine_pool(
             engines += [(kind, recorded(server, record)) for server in servers]
         else:
             device = f"cuda:{placement.engine_devices[0]}" if placement.engine_devices else None
-            options = {"slots": slots, "seed": seed, "images": images, "dtype": dtype, "device": device}
+            options: dict[str, Any] = {"slots": slots, "seed": seed, "images": images, "dtype": dtype}
+            options |= {"device": device, "shared_weights": shares}
             engines.append((kind, engine(spec, model, record=record, **options)))
     workers = {f"{kind}-{number}": one for number, (kind, one) in enumerate(engines, 1)}
     return EnginePool(
         workers,
-        connect=lambda kind, url: connect(kind, url, images=images, vocabulary=size),
+        connect=lambda kind, url: connect(kind, url, images=images, vocabulary=size, shared_weights=shares),
         check=check_engine,
         start_timeout_s=start_timeout_s,
     )

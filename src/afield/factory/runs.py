@@ -11,6 +11,7 @@ from msgspec import structs
 
 from afield.errors import UsageError
 from afield.factory.registry import TRACKERS, TRAINERS, check_installed, check_name, load, needs
+from afield.factory.weight_transfer import engine_devices, trainer_gpus, weight_transfer
 from afield.interfaces import Trainer, Transport
 from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.groups import DynamicSampling, StalenessWindow
@@ -18,7 +19,6 @@ from afield.orchestrator.reward_function import RewardFunction
 from afield.orchestrator.state import RunDirectory
 from afield.ratelimit import LeasedLimiter, LocalLimiter, RateLimits, RedisLimiter, SharedLimiter
 from afield.sdk.serve import load_object
-from afield.settings.environment import visible_devices
 from afield.settings.fields import values_of
 from afield.settings.gateway import (
     GatewaySettings,
@@ -103,6 +103,7 @@ def trainer(config: TrainConfig) -> Trainer:
         seed=config.seed,
         thinking=config.thinking,
         record_training=config.record_training,
+        weight_transfer=config.weight_transfer if weight_transfer(config).way == "memory" else "disk",
         **options,
     )
 
@@ -191,24 +192,15 @@ def gateway_settings(config: TrainConfig, run: RunDirectory) -> GatewaySettings:
     )
 
 
-def visible_gpus() -> int:
-    """Number of NVIDIA GPUs that CUDA would show to this process, found without loading torch."""
-    present = sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in Path("/dev").glob("nvidia*"))
-    visible = visible_devices()
-    return present if visible is None else min(len(visible), present)
-
-
 def engine_placement(config: TrainConfig, run: RunDirectory) -> dict[str, Any]:
     """Devices and managed vLLM of the gateway that a run starts.
 
     Engines get the GPUs that the trainer leaves. If it leaves none, both share theirs.
     """
-    values = values_of(config, ManagedEngineSettings)
-    gpus, trained = visible_gpus(), 0 if config.freeze_weights else config.learn.devices
-    if config.learn.device == "cpu":
-        trained = 0
-    if not values["engine_devices"] and gpus > trained > 0:
-        values["engine_devices"] = tuple(range(trained, gpus))
+    values, trained = values_of(config, ManagedEngineSettings), trainer_gpus(config)
+    values["engine_devices"] = engine_devices(config)
+    shares = config.engine.startswith("vllm") and weight_transfer(config).way == "memory"
+    values["vllm_shared_weights"] = values["vllm_shared_weights"] or shares
     if values["vllm_memory"] is None:
         apart = not trained or min(values["engine_devices"], default=0) >= trained
         values["vllm_memory"] = 0.9 if apart else 0.45

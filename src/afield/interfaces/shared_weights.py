@@ -151,21 +151,41 @@ def can_be_loaded(directory: Path) -> bool:
     return shared.is_alive or has_weight_file(directory)
 
 
+def pending_file(directory: Path) -> SharedWeights | None:
+    """Description of a version whose weight file is still being written; None for any other directory.
+
+    Raises Unavailable if its process has ended.
+    """
+    shared = read_shared_weights(directory)
+    if shared is None or has_weight_file(directory):
+        return None
+    if shared.is_local and not shared.is_alive and not has_weight_file(directory):
+        raise Unavailable(
+            f"{_source(directory, shared)}, which ended before it wrote {WEIGHT_FILES[0]}; resume the run,"
+            " which writes it"
+        )
+    return shared
+
+
+def overdue(directory: Path, shared: SharedWeights, timeout_s: float) -> Unavailable:
+    """Error for a weight file that is not complete after `timeout_s` seconds."""
+    return Unavailable(
+        f"{_source(directory, shared)}, which has not written {WEIGHT_FILES[0]} for {timeout_s:g} s; is there"
+        " room on its disk? Set weight_transfer = disk to write it first"
+    )
+
+
+def _source(directory: Path, shared: SharedWeights) -> str:
+    return f"{directory}: version {shared.version} is in the memory of process {shared.pid}"
+
+
 def wait_for_file(directory: Path, timeout_s: float = FILE_TIMEOUT_S) -> None:
     """Wait until a version that is shared in memory is on disk; returns at once for any other directory.
 
     Raises Unavailable if its process has ended, or after `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
-    while (shared := read_shared_weights(directory)) is not None and not has_weight_file(directory):
-        source = f"{directory}: version {shared.version} is in the memory of process {shared.pid}"
-        if shared.is_local and not shared.is_alive and not has_weight_file(directory):
-            raise Unavailable(
-                f"{source}, which ended before it wrote {WEIGHT_FILES[0]}; resume the run, which writes it"
-            )
+    while (shared := pending_file(directory)) is not None:
         if time.monotonic() >= deadline:
-            raise Unavailable(
-                f"{source}, which has not written {WEIGHT_FILES[0]} for {timeout_s:g} s; is there room on its"
-                " disk? Set weight_transfer = disk to write it first"
-            )
+            raise overdue(directory, shared, timeout_s)
         time.sleep(POLL_S)

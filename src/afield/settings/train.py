@@ -47,7 +47,13 @@ from afield.settings.runtimes import (
     SandboxOptions,
 )
 from afield.settings.sessions import SessionPolicies
-from afield.settings.trainer import AdvantageEstimator, EngineDtype, LRScheduleName, TrainerOptions
+from afield.settings.trainer import (
+    AdvantageEstimator,
+    EngineDtype,
+    LRScheduleName,
+    TrainerOptions,
+    WeightTransferName,
+)
 from afield.settings.values import (
     SettingsLayer,
     SettingsLayers,
@@ -273,6 +279,9 @@ class GatewayChildSettings(SettingsGroup, frozen=True, kw_only=True):
     engine_dtype: EngineDtype = "auto"
     """Dtype in which engines serve and weights are published; `auto` uses the engine's own. The embedded
     engine uses float32 on a CPU and bfloat16 on a GPU."""
+    weight_transfer: Annotated[WeightTransferName, RESUMABLE] = "auto"
+    """Way of new weights to engines: memory shares them with engines on the same machine and writes the file
+    afterwards, disk writes it first. auto selects memory if trainer and engine can share it."""
     engine_start_timeout_s: Annotated[NotNegative, RESUMABLE] = 300.0
     """Seconds that the engine of the started gateway has to load its model and answer."""
     record_engine_calls: bool = False

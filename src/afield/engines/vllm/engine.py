@@ -5,15 +5,17 @@
    come with the last one.
 2. Loading weights and pausing need VLLM_SERVER_DEV_MODE=1 on the server.
 3. Running calls continue with new full weights; an adapter serves only the calls that begin after it, see
-   `vllm.lora`.
+   `vllm.lora`. Weights that a trainer shares in GPU memory are copied from there by vLLM's `ipc` backend.
 4. A seed reproduces tokens only on one server under the same load: batching changes the last bits.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,8 +30,15 @@ from afield.engines.vllm.lora import VllmAdapters, adapter_name, is_tied
 from afield.engines.vllm.weight_transfer import KEEPS, RESET, RESET_PAUSES_S, was_reset
 from afield.errors import Unavailable, UsageError
 from afield.interfaces.engine import Chunk, EngineInfo, GenerateRequest, TopLogprobs
+from afield.interfaces.shared_weights import SharedWeights, read_shared_weights
 from afield.types import VersionSpan
 
+log = logging.getLogger(__name__)
+SHOWN = 300  # characters of a server's answer in an error
+TRANSFER_FLAGS = (
+    'start it with --weight-transfer-config \'{"backend": "ipc"}\', VLLM_SERVER_DEV_MODE=1 and'
+    " VLLM_ALLOW_INSECURE_SERIALIZATION=1"
+)
 DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 to update weights and pause"
 NO_SPANS = "weight versions are intervals; start vLLM with --enable-scale-out to have them per token"
 NO_LABELS = (
@@ -58,17 +67,27 @@ class VllmEngine(RemoteEngine):
 
     remedy = "start vLLM with --logprobs-mode processed_logprobs"
 
-    def __init__(self, url: str, *, model: str | None = None, images: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str | None = None,
+        images: bool = False,
+        shared_weights: bool = False,
+        **options: Any,
+    ) -> None:
         """Create an engine.
 
         Args:
             url: base URL of the server.
             model: served model name; None takes the first one.
             images: whether the model accepts images, which vLLM does not report.
+            shared_weights: load weights that a trainer on this machine shares in GPU memory from there.
             options: options of `RemoteEngine`.
         """
         super().__init__(url, **options)
         self._model, self._images = model, images
+        self._shared_weights = shared_weights
         self._exact, self._manageable = True, False
         self._labelled = True  # whether the server labels its weights; older releases (0.26) do not
         self._own = self._initial  # version loaded by this engine, for servers without labels
@@ -87,6 +106,8 @@ class VllmEngine(RemoteEngine):
         await self._refresh()
         if self._manageable and await self._is_paused():
             raise Unavailable(f"{self.url} is paused; POST /resume there to continue it")
+        if self._shared_weights:
+            await self._check_transfer()
         status, _ = await self._http.status("POST", wire.GENERATE, {})
         self._exact = status not in {403, 404, 405}
         # Claims constraints until they are measured, so that `check_call` accepts the measuring calls.
@@ -136,6 +157,16 @@ class VllmEngine(RemoteEngine):
             self._version = newest or base
         elif status != 404:
             raise Unavailable(f"{self.url} answers {status} to /weight_info: {data[:200]!r}")
+
+    async def _check_transfer(self) -> None:
+        """Raise UsageError unless the server takes weights from GPU memory."""
+        status, data = await self._http.status("POST", wire.INIT_TRANSFER, {"init_info": {}})
+        if status != 200:
+            reply = data[:SHOWN].decode(errors="replace")
+            raise UsageError(
+                f"{self.url} takes no weights from memory (it answers {status} to {wire.INIT_TRANSFER}:"
+                f" {reply}); {TRANSFER_FLAGS}, or leave vllm_shared_weights out"
+            )
 
     async def _is_paused(self) -> bool:
         status, data = await self._http.status("GET", "/is_paused")
@@ -316,11 +347,43 @@ class VllmEngine(RemoteEngine):
     def _call_names(self) -> str:
         return wire.GENERATE_ID if self._exact else wire.COMPLETIONS_ID
 
+    async def _readable(self, directory: Path) -> SharedWeights | None:
+        """Description of weights that the server can take from memory now; None if there are none."""
+        if not self._shared_weights:
+            return None
+        shared = await asyncio.to_thread(read_shared_weights, directory)
+        return shared if shared is not None and shared.vllm_handles and shared.is_alive else None
+
+    async def _wait_for_weights(self, directory: Path) -> None:
+        if await self._readable(directory) is None:
+            await super()._wait_for_weights(directory)
+
+    async def _receive(self, directory: Path) -> bool:
+        """Have the server copy weights from the trainer's memory; False if it has to read their file."""
+        if (shared := await self._readable(directory)) is None:
+            return False
+        try:
+            for path, body in wire.transfer(shared):
+                await self._order(path, body)
+        except Unavailable as error:
+            log.warning("%s: version %d is loaded from its file: %s", self.url, shared.version, error)
+            return False
+        # The description is removed before the memory is overwritten.
+        after = await self._readable(directory)
+        if after is None or after.token != shared.token:
+            log.warning("%s: version %d was overwritten while it was copied", self.url, shared.version)
+            return False
+        return True
+
     async def _swap(self, version: int, path: str) -> None:
         # Calls on adapters of the old weights continue with the new full weights.
         await self._adapters.end_calls(0, self._call_names)
         self._leases.newest = None
-        await self._order("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
+        if not await self._receive(Path(path)):
+            await super()._wait_for_weights(Path(path))
+            await self._order(
+                "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}}
+            )
         await self._name(version)
         # Running calls recompute their context, so that no token depends on the caches of two versions.
         for pause_s in RESET_PAUSES_S:

@@ -97,6 +97,8 @@ class VllmServerOptions(Struct, frozen=True, kw_only=True):
     """LoRA adapters that the server has room for; 0 serves none."""
     adapter_rank: int = 16
     """Largest rank of an adapter."""
+    shared_weights: bool = False
+    """Whether the server takes weights from a trainer's GPU memory; without effect on a CPU."""
     args: tuple[str, ...] = ()
     """Further arguments of the server."""
     environment: Mapping[str, str] = {}
@@ -156,6 +158,8 @@ def server_command(options: VllmServerOptions, installed: VllmInstallation, port
     if options.adapters:
         command += ["--enable-lora", "--max-loras", str(options.adapters)]
         command += ["--max-lora-rank", str(options.adapter_rank)]
+    if options.shared_weights and not installed.cpu:
+        command += ["--weight-transfer-config", '{"backend": "ipc"}']
     return [*command, *options.args]
 
 
@@ -174,6 +178,8 @@ def server_environment(options: VllmServerOptions, installed: VllmInstallation) 
     environment = {**usual, **options.environment, "VLLM_SERVER_DEV_MODE": "1"}
     if options.adapters:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if options.shared_weights and not installed.cpu:
+        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of GPU memory are pickled
     if options.devices:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, options.devices))
     return environment
@@ -197,6 +203,7 @@ class ManagedVllmEngine(VllmEngine):
     async def __aenter__(self) -> Self:
         if self._process is None:
             self._installed = await inspect_vllm(self._server.python)
+            self._shared_weights = self._server.shared_weights and not self._installed.cpu
             await self._start()
         try:
             await self._until_up()

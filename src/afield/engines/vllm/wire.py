@@ -17,10 +17,12 @@ from msgspec import Struct
 from afield.engines.remote import LabelSpan, StreamError
 from afield.errors import Unavailable
 from afield.interfaces.engine import GenerateRequest, Image, TopLogprobs
+from afield.interfaces.shared_weights import SharedWeights
 from afield.types import FinishReason
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
+INIT_TRANSFER = "/init_weight_transfer_engine"
 # Request ids for /abort_requests, which vLLM derives from the `x-request-id` of a call.
 GENERATE_ID, COMPLETIONS_ID = "generate-tokens-{}", "cmpl-{}-0"
 NO_LOGPROB = -9999.0
@@ -246,6 +248,22 @@ def _part(image: Image) -> dict[str, Any]:
 
 
 # --- prompt encoding ------------------------------------------------------------------------------
+
+
+def transfer(shared: SharedWeights) -> list[tuple[str, Any]]:
+    """Requests, as path and body, that have a server copy weights from a trainer's GPU memory."""
+    update = {
+        "names": [tensor.name for tensor in shared.tensors],
+        "dtype_names": [tensor.dtype for tensor in shared.tensors],
+        "shapes": [tensor.shape for tensor in shared.tensors],
+        "ipc_handles_pickled": shared.vllm_handles,
+    }
+    return [
+        ("/start_weight_update", None),
+        ("/update_weights", {"update_info": update}),
+        ("/finish_weight_update", {"weight_version": str(shared.version)}),
+    ]
+
 
 ROOM = 64 * 1024 * 1024  # cache size in bytes
 SHORT = 1024  # prompts with fewer ids are faster to encode than to cache
