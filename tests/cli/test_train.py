@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -431,3 +432,103 @@ def test_a_pool_with_the_address_of_one_gateway_is_refused(
     arguments = train_arguments(tmp_path, "slow_agent.py", ROWS, "--gateways", 2, *options)
     code, _, err = run_command(*arguments)
     assert code == 2 and error in err
+
+
+# --- weights to engines -----------------------------------------------------------------------
+
+
+DEMO = ("--steps", 3, "--tasks-per-step", 2, "--rollouts", 8, "--keep-weights", 9, "--run", "demo")
+
+
+def test_weights_in_memory_train_the_same_run_as_weights_on_disk(
+    tmp_path: Path, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call at a time: the company of a call changes the last bits of its log-probabilities."""
+    runs: list[RunDirectory] = []
+    for way in ("memory", "disk"):
+        (tmp_path / way).mkdir()
+        monkeypatch.chdir(tmp_path / way)
+        code, out, err = run_command(
+            "demo", *DEMO, "--weight-transfer", way, "--concurrency", 1, "--async-checkpoints", "--json"
+        )
+        assert code == 0, err
+        assert ("weights go to engines through shared memory" in err) == (way == "memory")
+        runs.append(RunDirectory(Path(summary(out)["run"])))
+    shared, on_disk = runs
+    assert [line["trainer"]["shared_weights"] for line in shared.read_metrics()] == [1.0] * 3
+    assert [line["trainer"]["shared_weights"] for line in on_disk.read_metrics()] == [0.0] * 3
+    assert any("grad_norm" in line["trainer"] for line in shared.read_metrics())
+    for version in range(4):
+        files = {path.name for path in shared.weights(version).iterdir()}
+        assert files == {path.name for path in on_disk.weights(version).iterdir()}
+        for name in files:
+            written = (shared.weights(version) / name).read_bytes()
+            assert written == (on_disk.weights(version) / name).read_bytes(), (version, name)
+    for step in (1, 2, 3):
+        sampled = [
+            {f.rollout.id: [t.token_ids for t in f.trajectories] for f in run.read_rollouts(step)}
+            for run in runs
+        ]
+        assert sampled[0] == sampled[1]
+
+
+KILLED = """
+import os, signal, sys, time
+from afield.cli.main import main
+from afield.trainers import shared_publication
+
+write = shared_publication._write
+
+def killed(directory, *rest):
+    if directory.name == sys.argv[1]:
+        published = f'"kind":"published","value":{sys.argv[1][1:]}'
+        events = directory.parents[1] / "events.jsonl"
+        while not events.exists() or published not in events.read_text().replace(" ", ""):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(directory, *rest)
+
+shared_publication._write = killed
+raise SystemExit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("version", ["v0", "v1"])
+def test_a_run_that_is_killed_before_published_weights_are_on_disk_is_resumed(
+    tmp_path: Path, version: str
+) -> None:
+    sizes = ("demo", *DEMO, "--weight-transfer", "memory", "--checkpoint-every", 2, "--json")
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, version, *map(str, sizes)],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert finish(process)[0] == -signal.SIGKILL
+    run = RunDirectory(tmp_path / "runs" / "demo")
+    weights = run.weights(int(version[1:]))
+    assert (weights / "shared_weights.json").exists() and not (weights / "model.safetensors").exists()
+    code, out, err = finish(start(tmp_path, "demo", "--resume", "demo", "--json"))
+    assert code == 0, err
+    assert summary(out)["steps"] == 3
+    assert [line["step"] for line in run.read_metrics()] == [1, 2, 3]
+    for number in range(4):
+        assert (run.weights(number) / "model.safetensors").exists()
+        assert (run.weights(number) / "weight_probe.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--engine", "scripted=s.jsonl"), "engine scripted loads weights from files"),
+        (("--engine", "sglang=http://127.0.0.1:1"), "engine sglang loads weights from files"),
+        (("--engine", "vllm"), "vLLM shares the memory of GPUs alone, and the trainer has none"),
+        (("--set", "learn.lora.rank=4"), "learn.lora.publish = adapter publishes small files"),
+    ],
+)
+def test_memory_that_trainer_and_engine_cannot_share_is_refused_with_the_remedy(
+    run_command: RunCommand, options: tuple[object, ...], reason: str
+) -> None:
+    message = refusal(run_command, AGENT, "--model", POLICY, "--weight-transfer", "memory", *options)
+    assert f"weight_transfer = memory is impossible: {reason}; set weight_transfer = disk or auto" in message

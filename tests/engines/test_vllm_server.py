@@ -70,6 +70,15 @@ def test_flags_and_variables_fit_gpus_and_cpus_and_the_version() -> None:
     assert "gpu" not in cpu
 
 
+def test_servers_on_gpus_are_started_so_that_they_take_weights_from_memory() -> None:
+    shared = structs.replace(OPTIONS, shared_weights=True)
+    for installed, takes in ((NEW, True), (structs.replace(NEW, cpu=True), False)):
+        assert ('{"backend": "ipc"}' in server_command(shared, installed, 9)) == takes
+        variables = server_environment(shared, installed)
+        assert ("VLLM_ALLOW_INSECURE_SERIALIZATION" in variables) == takes
+    assert "--weight-transfer-config" not in server_command(OPTIONS, NEW, 9)
+
+
 def test_devices_are_split_into_servers() -> None:
     assert split_devices((), 1, 0) == [()]
     assert split_devices((4, 5, 6, 7), 2, 0) == [(4, 5), (6, 7)]

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.engines.vllm.engine import VllmEngine
 from afield.engines.vllm.weight_transfer import VllmTransfer
 from afield.errors import Conflict, Unavailable, UsageError
+from afield.interfaces.shared_weights import (
+    SharedTensor,
+    SharedWeights,
+    read_shared_weights,
+    remove_shared_weights,
+    this_host,
+    write_shared_weights,
+)
 from afield.types import FinishReason, VersionSpan
+from afield.utils.process_tree import start_time
 from support.engine_calls import a_call, answer, begin, counting_on, finish, ids, versions
 from support.fake_vllm import FakeVllm
 from support.vllm_calls import connected, counting
@@ -85,6 +96,131 @@ async def test_a_transfer_that_fails_leaves_the_server_paused_until_one_succeeds
         assert (await answer(engine, a_call()))[-1].versions == (VersionSpan(0, 12, 1, 1),)
         with pytest.raises(UsageError, match="the version of the weights is unknown"):
             await asyncio.to_thread(VllmTransfer(engine.url).start_weight_update)
+
+
+# --- weights in the trainer's memory ---------------------------------------------------------------
+
+
+def share(directory: Path, version: int, *names: str) -> Path:
+    """A version as a trainer of this process shares it, whose file is not written yet."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text("{}")
+    tensors = [
+        SharedTensor(name=name, dtype="bfloat16", shape=(2, 3), first=256 * n, size=12)
+        for n, name in enumerate(names)
+    ]
+    write_shared_weights(
+        directory,
+        SharedWeights(
+            version=version,
+            host=this_host(),
+            pid=os.getpid(),
+            started=start_time(os.getpid()),
+            token=bytes([version] * 16),
+            size=256 * len(names),
+            tensors=tuple(tensors),
+            vllm_handles="handles",
+        ),
+    )
+    return directory
+
+
+async def served(engine: VllmEngine) -> set[int]:
+    """Versions of a new call's tokens."""
+    spans = [(c.low, c.high) for c in await answer(engine, a_call())]
+    return {version for span in spans for version in span}
+
+
+@pytest.mark.parametrize("labels", [True, False])
+async def test_weights_in_memory_are_copied_while_calls_are_paused(tmp_path: Path, labels: bool) -> None:
+    reply = ScriptedReply(token_ids=tuple(range(20, 60)))
+    fake = FakeVllm(ScriptedEngine(lambda call: reply), labels=labels)
+    async with connected(fake, shared_weights=True) as engine:
+        call = await begin(fake, engine, a_call(max_tokens=40))
+        await engine.load(3, str(share(tmp_path / "v3", 3, "a", "b")))
+        chunks = await finish(fake, call)
+        assert (await engine.info()).version == 3
+        assert await served(engine) == {3}
+    assert (fake.received, fake.handles) == (["a", "b"], ["handles"])
+    assert [path.partition("?")[0] for path in fake.asked] == [
+        "/init_weight_transfer_engine",
+        "/pause",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        *(["/update_weight_version"] if labels else []),
+        "/reset_prefix_cache",
+        "/resume",
+    ]
+    assert ids(chunks) == list(range(20, 60))
+
+
+async def test_a_server_without_weight_transfer_is_refused_with_its_flags() -> None:
+    with pytest.raises(UsageError, match=r"answers 500 .*not configured.*--weight-transfer-config .*ipc"):
+        async with connected(FakeVllm(ScriptedEngine(counting), ipc=False), shared_weights=True):
+            pass
+
+
+async def test_weights_that_the_server_cannot_copy_are_loaded_from_their_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = share(tmp_path / "v1", 1, "strange")
+    fake = FakeVllm(ScriptedEngine(counting))
+    async with connected(fake, shared_weights=True) as engine:
+        loading = asyncio.create_task(engine.load(1, str(path)))
+        while "/update_weights" not in fake.asked:
+            await asyncio.sleep(0)
+        (path / "model.safetensors").touch()
+        await loading
+        assert await served(engine) == {1}
+    assert fake.weights == str(path)
+    assert "version 1 is loaded from its file" in caplog.text
+
+
+@pytest.mark.parametrize("successor", [True, False], ids=["next version", "no description"])
+async def test_memory_that_is_overwritten_while_it_is_copied_is_noticed(
+    tmp_path: Path, successor: bool
+) -> None:
+    path = share(tmp_path / "v1", 1, "a")
+
+    def overwrite() -> None:
+        (path / "model.safetensors").touch()
+        remove_shared_weights(path)
+        if successor:
+            share(path, 2, "a")
+
+    fake = FakeVllm(ScriptedEngine(counting))
+    fake.on_update = overwrite
+    async with connected(fake, shared_weights=True) as engine:
+        await engine.load(1, str(path))
+        assert await served(engine) == {1}
+    assert (fake.received, fake.weights) == (["a"], str(path))
+
+
+async def test_a_server_that_reads_files_waits_for_them_before_it_pauses(tmp_path: Path) -> None:
+    path = share(tmp_path / "v1", 1, "a")
+    fake = FakeVllm(ScriptedEngine(counting))
+    async with connected(fake) as engine:
+        loading = asyncio.create_task(engine.load(1, str(path)))
+        assert await served(engine) == {0}
+        assert not fake.asked and not loading.done()
+        (path / "model.safetensors").touch()
+        await loading
+        assert await served(engine) == {1}
+    assert (fake.received, fake.weights) == ([], str(path))
+
+
+async def test_a_trainer_that_died_before_it_wrote_the_file_is_named(tmp_path: Path) -> None:
+    path = share(tmp_path / "v1", 1, "a")
+    shared = read_shared_weights(path)
+    assert shared is not None
+    write_shared_weights(path, structs.replace(shared, started="1"))
+    async with connected(FakeVllm(ScriptedEngine(counting)), shared_weights=True) as engine:
+        with pytest.raises(
+            UsageError, match=r"which ended before it wrote model.safetensors; resume the run"
+        ):
+            await engine.load(1, str(path))
+        assert await served(engine) == {0}
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -272,7 +272,7 @@ def test_the_memory_of_another_process_is_read_until_it_is_killed(model: Path, t
         assert all(torch.equal(t, expected[p.names[0]]) for p, t in zip(wanted, read, strict=True))
         os.kill(process.pid, signal.SIGKILL)
     assert not can_be_loaded(directory)
-    with pytest.raises(Unavailable, match=r"which ended before it wrote model.safetensors; resume the run"):
+    with pytest.raises(UsageError, match=r"which ended before it wrote model.safetensors; resume the run"):
         read_weights(directory, wanted, model)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -39,7 +39,12 @@ class FakeVllm:
         no_server_info: bool = False,
         labels: bool = True,
         max_logprobs: int = 20,
+        ipc: bool = True,
     ) -> None:
+        self.ipc = ipc  # whether it was started with a weight transfer engine
+        self.handles: list[str] = []  # pickled handles of the memory that it was sent
+        self.on_update: Callable[[], None] = lambda: None  # called while weights are copied
+        self.weights = ""
         self.max_logprobs = max_logprobs
         self.labels = labels
         self.device, self.no_server_info = device, no_server_info
@@ -93,6 +98,9 @@ class FakeVllm:
         """As vLLM's own transfer: in order, or 500. What is sent are numbers in place of tensors."""
         body = await request.json() if request.can_read_body else {}
         self.asked.append(request.path)
+        if not self.ipc:
+            reply = {"message": "Weight transfer not configured. Please set weight_transfer_config"}
+            return web.json_response({"error": reply}, status=500)
         before = {"/start_weight_update": "ready", "/update_weights": "open", "/finish_weight_update": "open"}
         if self.transferring != before.get(request.path, self.transferring):
             reply = {"message": f"{request.path} while it is {self.transferring}"}
@@ -102,9 +110,11 @@ class FakeVllm:
                 self.transferring = "ready"
                 return web.json_response({"error": {"message": "no such tensor"}}, status=500)
             self.received += body["update_info"]["names"]
+            self.handles.append(body["update_info"].get("ipc_handles_pickled", ""))
+            self.on_update()
             return web.json_response({"message": "Weights updated"})
         if request.path == "/finish_weight_update":
-            self.label = body["weight_version"]
+            self.label, self.weights = body["weight_version"], "sent"
             await self.engine.load(int(self.label), "sent")
         self.transferring = "open" if request.path == "/start_weight_update" else "ready"
         return web.json_response({"message": "fine"})

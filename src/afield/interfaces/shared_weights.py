@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from afield.errors import Unavailable
+from afield.errors import Unavailable, UsageError
 from afield.interfaces.weight_probe import WeightProbe
 from afield.utils.process_tree import start_time
 
@@ -154,13 +154,13 @@ def can_be_loaded(directory: Path) -> bool:
 def pending_file(directory: Path) -> SharedWeights | None:
     """Description of a version whose weight file is still being written; None for any other directory.
 
-    Raises Unavailable if its process has ended.
+    Raises UsageError if its process has ended.
     """
     shared = read_shared_weights(directory)
     if shared is None or has_weight_file(directory):
         return None
     if shared.is_local and not shared.is_alive and not has_weight_file(directory):
-        raise Unavailable(
+        raise UsageError(
             f"{_source(directory, shared)}, which ended before it wrote {WEIGHT_FILES[0]}; resume the run,"
             " which writes it"
         )
@@ -182,7 +182,7 @@ def _source(directory: Path, shared: SharedWeights) -> str:
 def wait_for_file(directory: Path, timeout_s: float = FILE_TIMEOUT_S) -> None:
     """Wait until a version that is shared in memory is on disk; returns at once for any other directory.
 
-    Raises Unavailable if its process has ended, or after `timeout_s` seconds.
+    Raises UsageError if its process has ended, and Unavailable after `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
     while (shared := pending_file(directory)) is not None:
