@@ -203,6 +203,7 @@ def lines(plan: MemoryPlan) -> Iterator[str]:
         ("AdamW", trainer.optimizer),
         ("activations", trainer.activations),
         ("output layer", trainer.logits),
+        ("published weights", trainer.shared),
         ("gathered", trainer.gathered),
     )
     yield "  " + ", ".join(f"{name} {gib(size)}" for name, size in parts if size)

@@ -50,6 +50,8 @@ class TrainerShape(Struct, frozen=True, kw_only=True):
     """Kind of device."""
     tree: bool = True
     """Whether the pass is a tree (`learn.layout`)."""
+    shared_weights: bool = False
+    """Whether published weights are shared in GPU memory (`weight_transfer`), by one device without LoRA."""
     optimizer: bool = True
     """Whether the moments of AdamW exist: from the second update on."""
     device_bytes: int = 80 * GIB
@@ -71,6 +73,8 @@ class TrainerMemory(Struct, frozen=True, kw_only=True):
     """Tensors that the forward pass keeps for the backward pass, of one pass."""
     logits: int
     """Logits and temporary tensors of the output layer."""
+    shared: int
+    """Buffer of published weights, which engines copy."""
     gathered: int
     """Whole weights and gradients that a sharded model gathers for a time."""
     phases: dict[str, int]
@@ -202,9 +206,11 @@ def trainer_memory(model: Architecture, shape: TrainerShape) -> TrainerMemory:
         temporary = (trained * MASTER // n) if cuda else 0 if lora else largest
         phases["optimizer"] = (weights + moments + reference + gradients) // n + temporary
         if cuda:
-            rounded = 0 if lora or n > 1 else 2 * model.parameters
+            rounded = 0 if lora or n > 1 or shape.shared_weights else 2 * model.parameters
             spare = min(2 * GIB, weights)
             phases["publish"] = (weights + moments + reference + gradients) // n + rounded + spare
+    shared = 2 * model.parameters if shape.shared_weights else 0
+    phases = {phase: size + shared for phase, size in phases.items()}
     return TrainerMemory(
         weights=weights // n,
         reference=reference // n,
@@ -212,6 +218,7 @@ def trainer_memory(model: Architecture, shape: TrainerShape) -> TrainerMemory:
         optimizer=moments // n,
         activations=activations,
         logits=max(forward_head, backward_head),
+        shared=shared,
         gathered=gathered + gathered_gradients,
         phases=phases,
     )

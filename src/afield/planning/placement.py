@@ -259,16 +259,23 @@ def trainer_shapes(
             if not checkpointing and tokens < min(16384, max(workload.context, PASSES[-1])):
                 continue  # recomputing layers is cheaper than passes that do not fill the GPU
             longest = max(tokens, workload.context)
-            yield TrainerShape(
-                tokens=longest,
-                sampled=int(longest * workload.sampled_share),
-                passes=2,
-                checkpointing=checkpointing,
-                rank=workload.rank,
-                reference=workload.kl,
-                devices=devices,
-                device_bytes=int(gpus.gib * GIB),
-            )
+            for shared in (True, False) if can_share(workload, devices) else (False,):
+                yield TrainerShape(
+                    tokens=longest,
+                    sampled=int(longest * workload.sampled_share),
+                    passes=2,
+                    checkpointing=checkpointing,
+                    rank=workload.rank,
+                    reference=workload.kl,
+                    devices=devices,
+                    shared_weights=shared,
+                    device_bytes=int(gpus.gib * GIB),
+                )
+
+
+def can_share(workload: Workload, devices: int) -> bool:
+    """Whether a trainer on so many GPUs can share published weights in GPU memory."""
+    return devices == 1 and not workload.rank
 
 
 def engine_room(gpus: Gpus, workload: Workload, trainer: int | None) -> int:
@@ -336,6 +343,8 @@ def _settings(
         "concurrency": workload.concurrency,
         "max_context": workload.context,
     }
+    if can_share(workload, shape.devices) and not shape.shared_weights:
+        values["weight_transfer"] = "disk"  # there is no room for a buffer of the weights
     if workload.engine == "torch":
         values |= {"engine_devices": [first], "engine_slots": engine.calls}
     else:
