@@ -47,10 +47,10 @@ ROWS = 12
 """Replies of each version that are rescored."""
 HOLD_S = 60.0
 """Longest time to wait for calls that begin and end with one version."""
-MOVE = 0.05
+MOVE = 0.3
 """Change of a weight between versions, in standard deviations of its tensor."""
 AGREE, APART = 0.25, 4.0
-"""Largest mean difference of log-probabilities to the own version, and smallest ratio of the other's to it."""
+"""Largest mean difference to the own version, and smallest ratio of the difference to another version."""
 
 
 class Load(NamedTuple):

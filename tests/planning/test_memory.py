@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 import transformers
+from msgspec import structs
 from torch.autograd.graph import saved_tensors_hooks
 
 from afield.engines.torch import engine
@@ -139,3 +140,11 @@ def test_kv_cache_is_divided_by_tensor_parallelism_down_to_one_head() -> None:
     served = engine_memory(SEVEN, EngineShape(calls=16, context=1000))
     assert served.cache == 17 * 1024 * whole
     assert served.weights == 2 * SEVEN.parameters
+
+
+def test_weights_in_memory_take_two_bytes_per_parameter_while_the_trainer_runs() -> None:
+    shape = TrainerShape(tokens=8192, sampled=4096, checkpointing=True)
+    planned = trainer_memory(SEVEN, shape)
+    shared = trainer_memory(SEVEN, structs.replace(shape, shared_weights=True))
+    assert shared.shared == shared.step - planned.step == 2 * SEVEN.parameters
+    assert shared.phases["publish"] == planned.phases["publish"]  # which makes the copy for the file

@@ -1,4 +1,4 @@
-"""Way of published weights to engines: shared memory where trainer and engines can share it, else disk."""
+"""Way of weights from trainer to engines: shared memory or disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from afield.settings.train import TrainConfig
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-class WeightTransfer(NamedTuple):
+class TransferChoice(NamedTuple):
     """Chosen way of weights to engines."""
 
     way: Literal["memory", "disk"]
@@ -25,7 +25,7 @@ class WeightTransfer(NamedTuple):
 
     @property
     def description(self) -> str:
-        """One line for the start of a run."""
+        """Line for the start of a run."""
         if self.way == "memory":
             return "weights go to engines through shared memory; their files are written afterwards"
         return f"weights go to engines through files{f': {self.reason}' if self.reason else ''}"
@@ -35,15 +35,15 @@ class Obstacle(NamedTuple):
     """Reason against shared memory."""
 
     reason: str
-    """What the settings say, in words."""
+    """Setting or machine that prevents it, in words."""
     sure: bool = True
     """False if memory may work, but cannot be known to."""
 
 
-def weight_transfer(config: TrainConfig) -> WeightTransfer:
+def weight_transfer(config: TrainConfig) -> TransferChoice:
     """Choose the way of a run's weights; raises UsageError if memory is demanded and impossible."""
     if config.weight_transfer == "disk" or config.freeze_weights:
-        return WeightTransfer("disk")
+        return TransferChoice("disk")
     obstacle = _obstacle(config)
     if config.weight_transfer == "memory":
         if obstacle is not None and obstacle.sure:
@@ -51,8 +51,8 @@ def weight_transfer(config: TrainConfig) -> WeightTransfer:
                 f"weight_transfer = memory is impossible: {obstacle.reason};"
                 " set weight_transfer = disk or auto"
             )
-        return WeightTransfer("memory")
-    return WeightTransfer("memory") if obstacle is None else WeightTransfer("disk", obstacle.reason)
+        return TransferChoice("memory")
+    return TransferChoice("memory") if obstacle is None else TransferChoice("disk", obstacle.reason)
 
 
 def is_loopback(url: str) -> bool:

@@ -1,4 +1,4 @@
-"""Buffers of published weights in shared memory: CUDA IPC on a GPU, memfd on a CPU.
+"""Weight buffers in shared memory: CUDA IPC or memfd.
 
 1. `lay_out` gives each tensor a place; tied tensors share theirs.
 2. `SharedBuffer` is the writer's side: it holds the tensors of one version and a token.

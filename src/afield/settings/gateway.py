@@ -102,9 +102,9 @@ class ManagedEngineSettings(SettingsGroup, frozen=True, kw_only=True):
     vllm_adapter_rank: Count = 16
     """Largest LoRA rank that a started vLLM server accepts."""
     vllm_shared_weights: bool = False
-    """Have vLLM copy weights from a trainer's GPU memory on this machine. vLLM at a URL needs
-    --weight-transfer-config '{"backend": "ipc"}' and VLLM_ALLOW_INSECURE_SERIALIZATION=1; afield starts its
-    own servers with them. A training run sets it if it can."""
+    """Have vLLM copy weights from a trainer's GPU memory on this machine. vLLM at a URL has to be started
+    with the weight transfer backend `ipc`; afield starts its own servers so. A training run sets it if it
+    can."""
     vllm_args: tuple[str, ...] = ()
     """Further command-line arguments of started vLLM servers."""
     vllm_logs: Annotated[str, Metavar("DIR"), PATH] = ""

@@ -1,4 +1,4 @@
-"""Publication of weights in shared memory: one buffer, a description, files in the background.
+"""Publication of weights in shared memory, with files in the background.
 
 1. `begin` waits for the files of the previous version, removes its description and makes the buffer ready.
 2. `put` copies each tensor, `describe` makes the buffer readable, `write_behind` writes files in a thread.
