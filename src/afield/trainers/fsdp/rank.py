@@ -30,7 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from afield.batches.rows import Row
 from afield.errors import AfieldError, Unavailable, UsageError, boundary
 from afield.interfaces.weight_probe import WeightProbe
-from afield.models.rounding import PublishedUpdate
+from afield.models.rounding import PublishedUpdate, Rounding
 from afield.settings.trainer import TrainerDtype
 from afield.trainers.batch import TrainingBatch
 from afield.trainers.diagnostics import BatchDiagnostics, LogprobDifference
@@ -102,6 +102,18 @@ class ShardedPolicy(PolicyModel):
     def weight_probe(self) -> WeightProbe:
         with self.autocast():
             return self._roots[id(self.model)](lambda: compute_weight_probe(self.model))
+
+    @contextmanager
+    def published(self, rounding: Rounding) -> Iterator[PublishedUpdate]:
+        # A forward pass leaves the root gathered, in copies that would be neither rounded nor restored.
+        root = self._roots[id(self.model)]
+        assert isinstance(root, FSDPModule)
+        root.reshard()
+        try:
+            with super().published(rounding) as update:
+                yield update
+        finally:
+            root.reshard()
 
     @property
     def sharing_device(self) -> torch.device:
