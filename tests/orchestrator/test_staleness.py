@@ -8,9 +8,14 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
+from afield.batches.verification import check_against_turns
 from afield.orchestrator.groups import Mode, StalenessWindow
 from afield.orchestrator.state import PendingGroup
+from afield.orchestrator.training_loop import renumbered
+from afield.trajectories import linear
+from support.training_groups import finished, forest, group
 
 
 class Run:
@@ -116,3 +121,16 @@ def test_more_is_never_begun_than_can_be_trained_in_time() -> None:
 def test_a_bound_that_the_mode_cannot_have_is_refused(mode: Mode, bound: int) -> None:
     with pytest.raises(ValueError, match="staleness"):
         StalenessWindow(mode=mode, groups=8, batch=4, staleness=bound)
+
+
+def test_rollouts_whose_versions_get_other_numbers_still_agree_with_their_turns() -> None:
+    """A run that goes on below a version that its gateway has served counts on above it."""
+    tree = forest(0)
+    result = structs.replace(
+        finished("r0", 1.0, linear(tree).trajectories), turns=tuple(tree[f"t{n}"] for n in range(2))
+    )
+    check_against_turns([group(result)])
+    moved = renumbered(group(result), [(1, 2)])
+    check_against_turns([moved])
+    (result,) = moved.finished
+    assert {span.low for turn in result.turns for span in turn.versions} == {2}

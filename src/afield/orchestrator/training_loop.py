@@ -37,12 +37,13 @@ from afield.orchestrator.state import (
 from afield.orchestrator.step_totals import StepTotals, carrying_spans
 from afield.runs.exclusions import UntrainedReason
 from afield.runs.token_account import TokenAccount, count_tokens
-from afield.types import Group, Policy, RolloutResult, Trajectory
+from afield.types import Group, Policy, RolloutResult, Trajectory, Turn
 from afield.utils.durable_files import rename_whole
 
 log = logging.getLogger(__name__)
 MAX_STEPS_WITHOUT_REWARD = 3  # consecutive steps without a reward after which the run ends
 T = TypeVar("T")
+S = TypeVar("S", Trajectory, Turn)
 RunBlocking = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
@@ -493,15 +494,19 @@ def renumbered(group: Group, renumberings: Sequence[tuple[int, int]]) -> Group:
     def present_number(version: int) -> int:
         return version + sum(shift for served, shift in renumberings if version <= served)
 
-    def renumber(trajectory: Trajectory) -> Trajectory:
+    def renumber(sampled: S) -> S:
         spans = tuple(
             structs.replace(span, low=present_number(span.low), high=present_number(span.high))
-            for span in trajectory.versions
+            for span in sampled.versions
         )
-        return structs.replace(trajectory, versions=spans)
+        return structs.replace(sampled, versions=spans)
 
     finished = tuple(
-        structs.replace(result, trajectories=tuple(map(renumber, result.trajectories)))
+        structs.replace(
+            result,
+            trajectories=tuple(map(renumber, result.trajectories)),
+            turns=tuple(map(renumber, result.turns)),
+        )
         for result in group.finished
     )
     return structs.replace(group, finished=finished)
