@@ -178,7 +178,7 @@ def _read_shared(path: Path, wanted: list[ModelParameter]) -> list[Tensor] | Non
         with opened(shared, wanted[0].tensor.device) as tensors:
             return [_copied(_pick(path, parameter, tensors), parameter) for parameter in wanted]
     except SharedMemoryError as error:
-        log.info("weights %s: read from their file: %s", path, error)
+        log.warning("weights %s: read from their file: %s", path, error)
         return None
 
 
