@@ -67,7 +67,7 @@ def verdict(ok: bool) -> str:
     return "met" if ok else "**missed**"
 
 
-def figure(rows: int = 1, size: tuple[float, float] = (8, 4.5)) -> tuple[Any, Any]:
+def figure(rows: int = 1, size: tuple[float, float] = (8, 4.5), *, share_x: bool = True) -> tuple[Any, Any]:
     """A matplotlib figure and its axes, without a display."""
     import matplotlib
 
@@ -75,7 +75,7 @@ def figure(rows: int = 1, size: tuple[float, float] = (8, 4.5)) -> tuple[Any, An
     matplotlib.rcParams["svg.hashsalt"] = "afield"  # equal numbers give an equal file
     from matplotlib import pyplot
 
-    return pyplot.subplots(rows, 1, sharex=True, figsize=size, dpi=110)
+    return pyplot.subplots(rows, 1, sharex=share_x, figsize=size, dpi=110)
 
 
 def save_figure(drawing: Any, path: Path) -> None:

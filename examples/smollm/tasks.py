@@ -1,7 +1,7 @@
-"""Tasks of a shop's help desk, from a seed: `python tasks.py DIRECTORY [--seed N] [--train N] [--held-out N]`.
+"""The help desk: its tools' answers, and tasks from a seed: `python tasks.py DIRECTORY`.
 
 A task asks for one field of one order of a customer who has several orders. Customers of the held-out tasks
-never appear in training tasks. The orders are part of the task, and the agent's tools read them there.
+never appear in training tasks. The orders are part of the task, where the tools read them.
 """
 
 import argparse
@@ -11,19 +11,28 @@ import random
 from pathlib import Path
 from typing import Any
 
-FIRST = (
-    "Ada Ben Cleo Dan Eva Finn Gina Hugo Ida Jan Kim Leo Mia Nils Olga Paul Rosa Sven Tina Uwe Vera Walt Yara Zoe"
-).split()
-LAST = (
-    "Adler Berg Cole Dorn Ellis Falk Grant Hale Irwin Jung Kent Lang Moor Noll Otto Park Quinn Reed Stone Trent"
-).split()
+FIRST = "Ada Ben Cleo Dan Eva Finn Gina Hugo Ida Jan Kim Leo Mia Nils Olga Paul Rosa Sven Tina Uwe Vera Zoe"
+LAST = "Adler Berg Cole Dorn Ellis Falk Grant Hale Irwin Jung Kent Lang Moor Noll Otto Park Quinn Reed Stone"
 STATES = ("open", "paid", "returned", "cancelled")
 FIELDS = {
-    "item": "lamp chair table clock plate spoon shirt rope bell mirror carpet basket".split(),
+    "item": [
+        "lamp",
+        "chair",
+        "table",
+        "clock",
+        "plate",
+        "spoon",
+        "shirt",
+        "rope",
+        "bell",
+        "mirror",
+        "carpet",
+        "basket",
+    ],
     "price": [str(price) for price in range(11, 99)],
-    "carrier": "Nordex Velox Pronto Castor Delta Comet Falcon Orion".split(),
-    "city": "Oslo Paris Rome Berlin Madrid Vienna Lisbon Dublin Prague Athens".split(),
-    "day": "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split(),
+    "carrier": ["Nordex", "Velox", "Pronto", "Castor", "Delta", "Comet", "Falcon", "Orion"],
+    "city": ["Oslo", "Paris", "Rome", "Berlin", "Madrid", "Vienna", "Lisbon", "Dublin", "Prague", "Athens"],
+    "day": ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"],
 }
 QUESTIONS = {
     "item": ("What is in the {} order of {}?", "What did {1} buy with the {0} order?"),
@@ -32,7 +41,32 @@ QUESTIONS = {
     "city": ("Where does the {} order of {} go?", "To which place do we send the {} order of {}?"),
     "day": ("When does the {} order of {} arrive?", "On which date will {1} get the {0} order?"),
 }
+SYSTEM = "You work at a help desk. Find the order with the tools, then answer with the value alone."
 Task = dict[str, Any]
+
+
+# --- the world ------------------------------------------------------------------------------------
+
+
+def find_orders(task: Task, customer: str) -> str:
+    """What the tool of this name returns: the customer's orders with their states."""
+    if customer.strip().lower() != task["customer"].lower():
+        return "no such customer"
+    return "\n".join(f"order {order['id']}: {order['state']}" for order in task["orders"])
+
+
+def get_order(task: Task, order_id: str) -> str:
+    """What the tool of this name returns: the fields of an order."""
+    order = next((order for order in task["orders"] if order["id"] == order_id.strip()), None)
+    return "\n".join(f"{name}: {order[name]}" for name in FIELDS) if order else "no such order"
+
+
+def grade(task: Task, answer: str) -> float:
+    """1 for exactly the right answer, else 0."""
+    return float(answer.strip() == task["answer"])
+
+
+# --- tasks ----------------------------------------------------------------------------------------
 
 
 def make_order(rng: random.Random, state: str, taken: list[dict[str, str]]) -> dict[str, str]:
@@ -63,7 +97,7 @@ def make_task(rng: random.Random, task_id: str, customer: str, orders: int) -> T
 def make_tasks(seed: int, train: int, held_out: int, orders: int = 2) -> tuple[list[Task], list[Task]]:
     """Training and held-out tasks, of disjoint customers."""
     rng = random.Random(seed)
-    customers = [" ".join(name) for name in itertools.product(FIRST, LAST)]
+    customers = [" ".join(name) for name in itertools.product(FIRST.split(), LAST.split())]
     rng.shuffle(customers)
     cut = len(customers) // 4
     parts = (("train", train, customers[cut:]), ("held-out", held_out, customers[:cut]))

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from agent import SYSTEM, TOOLS, find_orders_of, get_order_of
+from agent import TOOLS
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from tasks import FIELDS
+from tasks import FIELDS, SYSTEM, Task, find_orders, get_order
 from transformers import AutoTokenizer
 
 from afield.batches.rows import Row
@@ -31,7 +31,6 @@ from afield.types import Trajectory, TurnRange, VersionSpan
 
 TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 Message = dict[str, Any]
-Task = dict[str, Any]
 
 
 def call(name: str, **arguments: str) -> Message:
@@ -51,9 +50,9 @@ def demonstration(task: Task, rng: random.Random, right: float) -> list[Message]
         {"role": "system", "content": SYSTEM},
         {"role": "user", "content": task["question"]},
         call("find_orders", customer=task["customer"]),
-        {"role": "tool", "content": find_orders_of(task, task["customer"])},
+        {"role": "tool", "content": find_orders(task, task["customer"])},
         call("get_order", order_id=order["id"]),
-        {"role": "tool", "content": get_order_of(task, order["id"])},
+        {"role": "tool", "content": get_order(task, order["id"])},
         {"role": "assistant", "content": order[field]},
     ]
 
