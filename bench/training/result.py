@@ -232,8 +232,9 @@ def read_run(directory: Path) -> dict[str, Any]:
         end = max((event["e"] for event in runs), default=began)
         times = time_split(index, done, began, max(end, began))
         calls = index.query(
-            "SELECT count(*) AS n, sum(turns) AS turns, sum(tool_calls) AS tools, sum(prompt_tokens) AS prompt,"
-            " sum(sampled_tokens) AS sampled, sum(failure_kind = 'infrastructure') AS lost FROM rollouts"
+            "SELECT count(*) AS n, sum(turns) AS turns, sum(tool_calls) AS tools,"
+            " sum(prompt_tokens) AS prompt, sum(sampled_tokens) AS sampled,"
+            " sum(failure_kind = 'infrastructure') AS lost FROM rollouts"
         )[0]
     return {
         "evaluations": evaluations,
