@@ -93,7 +93,7 @@ def criteria(result: Mapping[str, Any]) -> list[Criterion]:
         name = f"{LABELS[part]}, seed {seed}: held-out success changes"
         found.append(Criterion(name, measured, flat, "within the interval"))
     theirs = time_to_target(result, "trl")
-    for part in ("embedded", "vllm"):
+    for part in (name for name in LABELS if name not in ("frozen", "trl")):
         ours = time_to_target(result, part)
         if ours is not None and theirs is not None:
             share = ours / theirs

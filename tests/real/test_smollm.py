@@ -7,6 +7,7 @@ sampled goes through the gateway and the embedded engine; one GRPO step later th
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import re
@@ -183,3 +184,21 @@ async def test_a_real_model_is_accepted_in_16_bits_and_samples_what_it_says(
     trainer.publish(tmp_path / "v0", version=0, dtype=dtype)
     metrics = (await asyncio.to_thread(trainer.step, [to_group(list(collected))])).metrics
     assert metrics["logprob_diff_times_control"] < 2
+
+
+async def test_the_help_desk_is_warm_started_trained_and_evaluated_by_one_command(
+    model_path: Path, tmp_path: Path
+) -> None:
+    """The smallest size of the benchmark: the model really calls the tools of LangGraph's agent."""
+    command = [sys.executable, "-m", "bench.training.result", "--small", "--out", str(tmp_path)]
+    command += ["--model", str(model_path), "--conversations", "48", "--workers", "1"]
+    command += ["--parts", "embedded,frozen", "--seeds", "0"]
+    done = await asyncio.to_thread(
+        subprocess.run, command, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    parts = json.loads(done.stdout.splitlines()[-1])["parts"]
+    for line in (parts["embedded"]["0"], parts["frozen"]["0"]):
+        assert [each["tasks"] for each in line["evaluations"]] == [4, 4]
+        assert line["failed"] == 0 and line["tool_calls_per_rollout"] > 1
+    assert set(parts["embedded"]["0"]["seconds"]) == {"sampling", "training", "weights", "tools", "idle"}
