@@ -165,8 +165,10 @@ def trl(chosen: argparse.Namespace, sizes: Sizes, seed: int) -> dict[str, Any]:
     words += ["--out", path, "--steps", sizes.steps, "--eval-every", sizes.val_every, "--lr", chosen.lr]
     words += ["--rollouts", sizes.rollouts, "--group", sizes.group, "--seed", seed]
     words += ["--batch", min(chosen.trl_batch, sizes.rollouts), "--eval-batch", min(256, sizes.held_out)]
+    if chosen.trl_vllm:
+        words += ["--vllm", "--vllm-memory", round(0.3 / chosen.parallel, 3)]
     began = time.monotonic()
-    execute(out, f"trl-{seed}", *words, *(["--vllm"] if chosen.trl_vllm else []))
+    execute(out, f"trl-{seed}", *words)
     line = json.loads(path.read_text())
     evaluations = [
         {"step": each["step"], "seconds": each["seconds"], **success(each["rewards"])}

@@ -9,12 +9,12 @@ import tasks
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.runnables import RunnableConfig
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
 from langgraph.errors import GraphRecursionError
 from langgraph.prebuilt import create_react_agent
 from tasks import Task
 
 import afield
+from afield.sdk.frameworks.langchain import create_openai_compatible_model
 
 # The package langchain has the same function as langchain.agents.create_agent.
 warnings.filterwarnings("ignore", message="create_react_agent has been moved")
@@ -50,13 +50,7 @@ def http() -> httpx.AsyncClient:
 
 @afield.agent
 async def agent(task: Task, rollout: afield.Context) -> float:
-    model = ChatOpenAI(
-        model=rollout.model_id,
-        base_url=rollout.openai_base_url,
-        api_key=rollout.api_key,
-        http_async_client=http(),
-        max_retries=2,
-    )
+    model = create_openai_compatible_model(rollout, http_async_client=http())  # <- the rollout's model
     graph = create_react_agent(model, TOOLS)
     messages = [SystemMessage(tasks.SYSTEM), HumanMessage(task["question"])]
     try:

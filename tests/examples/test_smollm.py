@@ -80,6 +80,7 @@ def test_only_the_right_order_has_the_answer(desk: Any) -> None:
             tasks.grade(task, f"{task['answer']}\n") == 1
             and tasks.grade(task, f"It is {task['answer']}") == 0
         )
+    task = tasks.make_tasks(0, 1, 0)[0][0]
     assert tasks.find_orders(task, "Nobody") == "no such customer"
     assert tasks.get_order(task, "x") == "no such order"
 
