@@ -28,7 +28,7 @@ QUESTIONS = {
     "city": ("Where does the {} order of {} go?", "To which place do we send the {} order of {}?"),
     "day": ("When does the {} order of {} arrive?", "On which date will {1} get the {0} order?"),
 }
-SYSTEM = "You work at a help desk. Find the order with the tools, then answer with the value alone."
+SYSTEM = "You work at a help desk. Find the order with the tools, then answer with its line alone."
 Task = dict[str, Any]
 
 
@@ -77,7 +77,7 @@ def make_task(rng: random.Random, task_id: str, customer: str, orders: int) -> T
         "orders": placed,
         "order": wanted["id"],
         "field": field,
-        "answer": wanted[field],
+        "answer": f"{field}: {wanted[field]}",
     }
 
 

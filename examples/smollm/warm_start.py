@@ -53,7 +53,7 @@ def demonstration(task: Task, rng: random.Random, right: float) -> list[Message]
         {"role": "tool", "content": find_orders(task, task["customer"])},
         call("get_order", order_id=order["id"]),
         {"role": "tool", "content": get_order(task, order["id"])},
-        {"role": "assistant", "content": order[field]},
+        {"role": "assistant", "content": f"{field}: {order[field]}"},
     ]
 
 

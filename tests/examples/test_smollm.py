@@ -74,7 +74,8 @@ def test_only_the_right_order_has_the_answer(desk: Any) -> None:
         assert task["customer"] in task["question"] and wanted["state"] in task["question"]
         listed = tasks.find_orders(task, f" {task['customer'].lower()}")
         assert listed.count("\n") == 2 and f"order {task['order']}: {wanted['state']}" in listed
-        found = [o["id"] for o in task["orders"] if task["answer"] in tasks.get_order(task, o["id"]).split()]
+        lines = {order["id"]: tasks.get_order(task, order["id"]).splitlines() for order in task["orders"]}
+        found = [order_id for order_id, fields in lines.items() if task["answer"] in fields]
         assert found == [task["order"]]
         assert (
             tasks.grade(task, f"{task['answer']}\n") == 1
