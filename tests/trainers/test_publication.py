@@ -23,6 +23,7 @@ from afield.interfaces.weight_probe import read_weight_probe
 from afield.models.rounding import Rounding, measure_update, rounded
 from afield.settings.train import TrainConfig
 from afield.settings.trainer import LoraOptions, TrainerOptions
+from afield.trainers.diagnostics import BatchDiagnostics
 from afield.trainers.grpo import GRPO
 from afield.trainers.model import PolicyModel, compute_weight_probe
 from afield.trainers.publication import Checkpoint, Rounder
@@ -302,6 +303,57 @@ def test_a_sampler_in_bfloat16_is_as_far_from_the_trainer_as_the_control_says(
         assert metrics["logprob_diff_control"] > 5e-4
         assert metrics["logprob_diff_times_control"] < 1.6
     assert "times what the engine's" not in caplog.text
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_trainer_in_bfloat16_computes_with_the_published_update(
+    model_path: Path, tmp_path: Path, minibatches: int
+) -> None:
+    """Casting the masters to the nearest bfloat16 would compute with the weights from before the update."""
+    trainer = GRPO(model_path, lr=2e-5, device="cpu", dtype="bfloat16", minibatches=minibatches)
+    group = sampled_by(model_path, "bfloat16", 0)
+    trainer.publish(tmp_path / "v0", version=0, dtype="bfloat16")
+    trainer.step([group])
+    with torch.no_grad():  # an update in one direction, far below the spacing of bfloat16
+        for parameter in trainer.policy.trainable:
+            parameter.add_(1e-4)
+    trainer.publish(tmp_path / "v1", version=1, dtype="bfloat16")
+    masters = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    batch = trainer.batch([sampled_by(tmp_path / "v1", "bfloat16", 1)])
+    diagnostics = BatchDiagnostics(version=1)
+    trainer.optimizer.score(batch.rows, diagnostics)
+    control = trainer.optimizer.control_logprob_diff(batch.rows, torch.bfloat16)
+    assert control is not None
+    diff = diagnostics.summary()["logprob_diff"]
+    assert diff < 1.6 * control
+    assert all(torch.equal(masters[name], tensor) for name, tensor in trainer.model.state_dict().items())
+    sent = stored(tmp_path / "v1")
+    with trainer.policy.rounded():
+        own = trainer.model.state_dict()
+        assert all(torch.equal(own[name].bfloat16(), sent[name]) for name in sent)
+        assert all(torch.equal(own[name], own[name].bfloat16().float()) for name in sent)
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_kept_weights_are_those_that_are_rounded_again(
+    model_path: Path, tmp_path: Path, lora: LoraOptions | None
+) -> None:
+    trainer = GRPO(model_path, lr=1e-4, device="cpu", dtype="bfloat16", lora=lora)
+    with torch.no_grad():
+        for parameter in trainer.policy.trainable:
+            parameter.add_(1e-4 * torch.randn(parameter.shape))
+    trainer.publish(tmp_path / "v1", version=1, dtype="bfloat16")
+
+    def computed() -> list[torch.Tensor]:
+        with trainer.policy.rounded():
+            return [parameter.detach().clone() for parameter in trainer.policy.trainable]
+
+    kept = computed()
+    trainer.policy.changed()
+    again = computed()
+    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+    assert all(torch.equal(a, a.bfloat16().float()) for a in kept)
+    assert not all(torch.equal(a, b) for a, b in zip(kept, trainer.policy.trainable, strict=True))
 
 
 def test_the_control_follows_a_policy_that_becomes_certain(

@@ -21,6 +21,8 @@ CPU_MEMORY = 1 << 33
 """Memory of a CPU of which logits may take a share."""
 MASTER = 4
 """Bytes of a trained weight, of its gradient and of each moment: the trainer holds float32."""
+ASIDE = 0.75
+"""Share of the memory up to which masters stay on the device during a pass (`trainers/publication.py`)."""
 PREFILL_TOKENS = 16384
 """Tokens of a prefill step of the embedded engine on a GPU."""
 Device = Literal["cuda", "cpu"]
@@ -52,6 +54,8 @@ class TrainerShape(Struct, frozen=True, kw_only=True):
     """Whether the pass is a tree (`learn.layout`)."""
     shared_weights: bool = False
     """Whether published weights are shared in GPU memory (`weight_transfer`), by one device without LoRA."""
+    rounded: bool = False
+    """Whether passes in 16 bits compute with rounded weights: `learn.rounding`, after a publication."""
     optimizer: bool = True
     """Whether the moments of AdamW exist: from the second update on."""
     device_bytes: int = 80 * GIB
@@ -202,13 +206,19 @@ def trainer_memory(model: Architecture, shape: TrainerShape) -> TrainerMemory:
         + gathered_gradients,
         "first layer": base + gradients // n + kept + work + gathered_gradients + head // n * model.tied,
     }
+    rounded = shape.rounded and mixed and not lora
+    if rounded:  # the weights of a pass, and the masters that they replace, which go to the host if need be
+        for phase, peak in phases.items():
+            peak += model.parameters * size // n
+            phases[phase] = peak + min(model.parameters * MASTER // n, max(0, int(ASIDE * total) - peak))
     if shape.optimizer:
         temporary = (trained * MASTER // n) if cuda else 0 if lora else largest
         phases["optimizer"] = (weights + moments + reference + gradients) // n + temporary
         if cuda:
-            rounded = 0 if lora or n > 1 or shape.shared_weights else 2 * model.parameters
+            copies = 0 if lora or n > 1 or shape.shared_weights else 2 * model.parameters
+            copies += model.parameters * size // n if rounded else 0
             spare = min(2 * GIB, weights)
-            phases["publish"] = (weights + moments + reference + gradients) // n + rounded + spare
+            phases["publish"] = (weights + moments + reference + gradients) // n + copies + spare
     shared = 2 * model.parameters if shape.shared_weights else 0
     phases = {phase: size + shared for phase, size in phases.items()}
     return TrainerMemory(

@@ -269,6 +269,7 @@ def trainer_shapes(
                     reference=workload.kl,
                     devices=devices,
                     shared_weights=shared,
+                    rounded=True,
                     device_bytes=int(gpus.gib * GIB),
                 )
 

@@ -256,6 +256,7 @@ class GRPO:
         the policy, and becomes small as replies become certain."""
         self._warned = False
         """Whether a large sampler-trainer difference was logged."""
+        self._compute_as_published(0)
 
     @property
     def model(self) -> Any:
@@ -479,6 +480,7 @@ class GRPO:
         by the run's seed and the version: a repetition writes the same bits.
         """
         rounding = make_rounding(dtype, self.seed, version, nearest=self.rounding == "nearest")
+        self._compute_as_published(version)
         published = self._export(directory, rounding, self.sharing)
         self.version, self.engine_dtype = version, dtype
         metrics = published.metrics() if rounding.lossy else {"update_kept": 1.0, "rounding_noise_norm": 0.0}
@@ -492,6 +494,13 @@ class GRPO:
                 dtype,
             )
         return metrics
+
+    def _compute_as_published(self, version: int) -> None:
+        """Have training passes in 16 bits compute with the weights of this version."""
+        rounding = make_rounding(self.policy.dtype, self.seed, version)
+        stochastic = rounding.lossy and self.rounding == "stochastic"
+        self.policy.arithmetic = rounding if stochastic else None
+        self.policy.changed()
 
     def finish_publication(self) -> None:
         """Wait until the files of the newest published version are complete."""
@@ -532,6 +541,7 @@ class GRPO:
             "steps": self.steps,
             "random": self.random.get_state(),
             "published": [self.version, self.engine_dtype, self.control_logprob_diff],
+            "seed": self.seed,
             "loss_scale": [scale.factor, scale.updates] if (scale := self.optimizer.loss_scale) else None,
         }
 
@@ -561,8 +571,10 @@ class GRPO:
             self.optimizer.load_state(state)
         self.random.set_state(state["random"])
         self.steps = state["steps"]
-        # Checkpoints of earlier releases have no "published".
+        # Checkpoints of earlier releases have no "published" and no "seed".
         self.version, self.engine_dtype, self.control_logprob_diff = state.get("published", (None,) * 3)
+        self.seed = state.get("seed", self.seed)
+        self._compute_as_published(self.version or 0)
         if (scale := self.optimizer.loss_scale) and (saved := state.get("loss_scale")):
             scale.factor, scale.updates = saved
 

@@ -36,8 +36,10 @@ from afield.trainers.model_directory import (
 )
 from afield.trainers.publication import (
     Checkpoint,
+    KeptTensor,
     TensorShard,
     as_adapters,
+    as_kept,
     as_merged,
     as_published,
     names_of,
@@ -72,6 +74,12 @@ class PolicyModel:
     """Process group of sharded checkpoints; None in a single process."""
     _computing: torch.dtype | None = None
     """Dtype of `computing`; None outside of it."""
+    arithmetic: Rounding | None = None
+    """Rounding of the weights that `rounded` computes with; None computes with the masters."""
+    _kept: list[KeptTensor] | None = None
+    """Weights rounded by `arithmetic`; None after the masters have changed."""
+    _is_rounded = False
+    """Whether the weights are rounded now."""
 
     def __init__(
         self,
@@ -214,6 +222,7 @@ class PolicyModel:
                 )
         for name, tensor in state.items():
             own[name].copy_(self.scatter(tensor, own[name]))
+        self.changed()
 
     def weights(self) -> dict[str, Tensor]:
         """Tensors of the whole model, adapters merged."""
@@ -261,7 +270,8 @@ class PolicyModel:
         """Write the adapters alone, in peft's format. Replaces the directory."""
         if not self.lora:
             raise UsageError("there are no adapters to export; set a LoRA rank, or export the whole model")
-        with as_adapters(self.model, rounding, self.gather, self.shard) as update:
+        kept = self._keep(rounding)
+        with as_adapters(self.model, rounding, self.gather, self.shard, kept=kept) as update:
             dtype = torch_dtype(rounding.dtype)
             tensors = {name: tensor.to(dtype) for name, tensor in self.state().items()}
             probe = self.weight_probe()
@@ -279,8 +289,48 @@ class PolicyModel:
             with as_merged(self.model, rounding, self.gather, self.shard) as update:
                 yield update
         else:
-            with as_published(self.model, rounding, self._checkpoint, self.shard) as update:
+            kept = self._keep(rounding)
+            with as_published(self.model, rounding, self._checkpoint, self.shard, kept=kept) as update:
                 yield update
+
+    def _keep(self, rounding: Rounding) -> list[KeptTensor] | None:
+        """A list for the rounded weights, if training passes compute with them."""
+        if rounding != self.arithmetic:
+            return None
+        self._kept = []
+        return self._kept
+
+    @contextmanager
+    def rounded(self) -> Iterator[None]:
+        """Compute with weights that are rounded by `arithmetic`, in training passes too.
+
+        Casting the masters to 16 bits in each product would drop the updates that the published weights
+        carry: trainer and sampler would have different policies.
+        """
+        if self.arithmetic is None or self._is_rounded:
+            yield
+            return
+        if self._kept is None:
+            self._round(self.arithmetic)
+        self._is_rounded = True
+        try:
+            with as_kept(self._kept or ()):
+                yield
+        finally:
+            self._is_rounded = False
+
+    def _round(self, rounding: Rounding) -> None:
+        """Fill `_kept`."""
+        if self.lora is None:
+            with self.published(rounding):
+                return
+        kept = self._keep(rounding)
+        with as_adapters(self.model, rounding, self.gather, self.shard, kept=kept):
+            return
+
+    def changed(self) -> None:
+        """Forget the rounded weights, because the masters have changed."""
+        self._kept = None
 
     def _exported(self, rounding: Rounding) -> dict[str, tuple[Tensor, torch.dtype]]:
         """Tensors to export, whole or sharded, and their dtype in the export. Buffers keep theirs.

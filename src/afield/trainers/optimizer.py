@@ -116,11 +116,14 @@ class Optimizer:
     def score(self, rows: Sequence[Row], diagnostics: BatchDiagnostics) -> Scores:
         """Log-probabilities of each row's sampled tokens under the policy as it is now."""
         scores: Scores = {}
-        for batch in self.micro_batches(rows):
-            logp, entropy = self.scores(self.policy.model, batch, entropy=diagnostics.recorder is not None)
-            diagnostics.compare_logprobs(batch, logp, entropy)
-            lengths = [row.owned for row in batch.rows]
-            scores.update(zip((row.key for row in batch.rows), logp.split(lengths), strict=True))
+        with self.policy.rounded():
+            for batch in self.micro_batches(rows):
+                logp, entropy = self.scores(
+                    self.policy.model, batch, entropy=diagnostics.recorder is not None
+                )
+                diagnostics.compare_logprobs(batch, logp, entropy)
+                lengths = [row.owned for row in batch.rows]
+                scores.update(zip((row.key for row in batch.rows), logp.split(lengths), strict=True))
         return scores
 
     @torch.no_grad()
@@ -135,11 +138,12 @@ class Optimizer:
         if any(isinstance(p, DTensor) and p.dtype != torch.float32 for p in parameters):
             return None
         diffs: list[Tensor] = []
-        for batch in self.micro_batches(rows_for_control(rows)):
-            with policy.computing(torch.float32):
-                exact = self.logprobs(policy.model, batch)
-            with policy.computing(dtype):
-                diffs.append((self.logprobs(policy.model, batch) - exact).abs())
+        with policy.rounded():
+            for batch in self.micro_batches(rows_for_control(rows)):
+                with policy.computing(torch.float32):
+                    exact = self.logprobs(policy.model, batch)
+                with policy.computing(dtype):
+                    diffs.append((self.logprobs(policy.model, batch) - exact).abs())
         return float(torch.cat(diffs).mean()) if diffs else None
 
     def zero_grad(self) -> None:
@@ -157,6 +161,19 @@ class Optimizer:
     ) -> float:
         """Accumulate the gradient of the loss over `rows`; returns the loss. Without `proximal` scores the
         current policy is the proximal one."""
+        with self.policy.rounded():
+            return self._backward(rows, loss, weights, diagnostics, proximal, reference=reference)
+
+    def _backward(
+        self,
+        rows: Sequence[Row],
+        loss: LossFunction,
+        weights: WeightFunction,
+        diagnostics: BatchDiagnostics,
+        proximal: Scores | None,
+        *,
+        reference: bool,
+    ) -> float:
         total, scale = 0.0, self.loss_scale.factor if self.loss_scale else 1.0
         for batch in self.micro_batches(rows):
             # With proximal scores, the values of the policy before the step have been recorded.
@@ -217,6 +234,7 @@ class Optimizer:
         """Make an AdamW step; the gradient must be finite and clipped."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.hyperparameters["lr"] if lr is None else lr
+        self.policy.changed()  # before, to have the memory of the rounded weights
         self.optimizer.step()
         if self.loss_scale:
             self.loss_scale.updated()
@@ -250,6 +268,7 @@ class Optimizer:
         """Load weights and moments from a sharded checkpoint, by any number of processes."""
         policy = self.policy
         moments = load_shards(directory, policy.trained(), policy.trainable, policy.checkpoint_group)
+        policy.changed()
         self.load_optimizer({**self.optimizer.state_dict(), "state": moments})
 
     def load_optimizer(self, state: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """Published weights: float32 masters rounded to the engine's dtype.
 
 1. `as_published` replaces the masters by the rounded values inside a block, so that the block computes with
-   and writes the published version. Masters are restored bit for bit.
+   and writes the published version. Masters are restored bit for bit. `as_kept` does it again with values
+   that were kept.
 2. `PublishedUpdate` measures how much of the update survives rounding; the update is the difference to the
    checkpoint that training started from (`Checkpoint`).
 3. Shards are rounded where they are, by the index of their elements in the whole tensor.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,9 @@ log = logging.getLogger(__name__)
 MIN_UPDATE_KEPT = 0.9
 """Share of an update that must reach the engine; less is logged as a warning."""
 FREE_GPU_BYTES = 2 << 30
-"""GPU memory that `set_aside` leaves free, in bytes."""
+"""GPU memory that masters leave free while weights are published, in bytes."""
+FREE_GPU_SHARE = 0.25
+"""Share of a GPU's memory that masters leave free for the activations of a pass."""
 
 
 class TensorShard(NamedTuple):
@@ -40,6 +43,15 @@ class TensorShard(NamedTuple):
     """Index of its first element in the whole tensor."""
     counted: bool = True
     """False where another process has the same elements and counts them."""
+
+
+class KeptTensor(NamedTuple):
+    """A master, or its shard, and its published values."""
+
+    master: Tensor
+    """Tensor of the model, of which training changes the values."""
+    sent: Tensor
+    """Rounded values in the engine's dtype."""
 
 
 def undivided(tensor: Tensor) -> TensorShard:
@@ -105,9 +117,11 @@ def as_published(
     rounding: Rounding,
     start: Checkpoint,
     shard: Callable[[Tensor], TensorShard] = undivided,
+    *,
+    kept: list[KeptTensor] | None = None,
 ) -> Iterator[PublishedUpdate]:
-    """Inside the block, all weights of `model` are rounded."""
-    with _restored() as put, torch.no_grad():
+    """Inside the block, all weights of `model` are rounded. The rounded values are added to `kept`."""
+    with _restored(kept) as put, torch.no_grad():
         total = PublishedUpdate()
         for name, parameter in canonical(model).items():
             part = shard(parameter.detach())
@@ -146,9 +160,11 @@ def as_adapters(
     rounding: Rounding,
     whole: Callable[[Tensor], Tensor],
     shard: Callable[[Tensor], TensorShard] = undivided,
+    *,
+    kept: list[KeptTensor] | None = None,
 ) -> Iterator[PublishedUpdate]:
     """Inside the block, the adapters' tensors are rounded; their base weights stay."""
-    with _restored() as put, torch.no_grad():
+    with _restored(kept) as put, torch.no_grad():
         total = PublishedUpdate()
         masters = [
             (whole(weight.down).float(), whole(weight.up).float(), weight)
@@ -181,7 +197,17 @@ Put = Callable[[str, TensorShard, Tensor, Tensor | None, Rounding], PublishedUpd
 
 
 @contextmanager
-def _restored() -> Iterator[Put]:
+def as_kept(kept: Sequence[KeptTensor]) -> Iterator[None]:
+    """Inside the block, the masters have the values that were kept; gradients are computed as usual."""
+    with ExitStack() as undo:
+        for master, sent in kept:
+            undo.callback(master.copy_, set_aside(master, share=FREE_GPU_SHARE))
+            master.copy_(sent)
+        yield
+
+
+@contextmanager
+def _restored(kept: list[KeptTensor] | None = None) -> Iterator[Put]:
     """Restore masters at the end, also after an error."""
     with ExitStack() as undo:
 
@@ -196,15 +222,19 @@ def _restored() -> Iterator[Put]:
             saved = set_aside(part.tensor)
             undo.callback(part.tensor.copy_, saved)
             part.tensor.copy_(sent)
+            if kept is not None:
+                kept.append(KeptTensor(part.tensor, sent))
             return update
 
         yield put
 
 
-def set_aside(tensor: Tensor) -> Tensor:
-    """A copy on the device, or in CPU memory if the device is full."""
-    if tensor.is_cuda and torch.cuda.mem_get_info(tensor.device)[0] < tensor.nbytes + FREE_GPU_BYTES:
-        return tensor.cpu()
+def set_aside(tensor: Tensor, *, share: float = 0.0) -> Tensor:
+    """A copy on the device, or in CPU memory if the device would have less free memory than a share of it."""
+    if tensor.is_cuda:
+        free, total = torch.cuda.mem_get_info(tensor.device)
+        if free < tensor.nbytes + max(FREE_GPU_BYTES, share * total):
+            return tensor.cpu()
     return tensor.clone()
 
 

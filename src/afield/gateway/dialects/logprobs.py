@@ -67,7 +67,7 @@ class TokenText:
         return around[0] + encode(logprob) + around[1]
 
     def _around(self, token: int) -> tuple[bytes, bytes]:
-        """What is before and after the log-probability in a token's entry, which has no end yet."""
+        """Encodes an entry's parts before and after the log-probability, without its end."""
         piece = self._tokenizer.piece(token)
         return b'{"token":' + encode(self.text(token)) + b',"logprob":', b',"bytes":' + encode(list(piece))
 

@@ -115,6 +115,17 @@ class ShardedPolicy(PolicyModel):
         finally:
             root.reshard()
 
+    @contextmanager
+    def rounded(self) -> Iterator[None]:
+        root = self._roots[id(self.model)]
+        assert isinstance(root, FSDPModule)
+        root.reshard()
+        try:
+            with super().rounded():
+                yield
+        finally:
+            root.reshard()
+
     @property
     def sharing_device(self) -> torch.device:
         """CPU memory, into which rank 0 gathers exported weights."""
@@ -258,8 +269,9 @@ class ShardedOptimizer(Optimizer):
 
     def score(self, rows: Sequence[Row], diagnostics: BatchDiagnostics) -> Scores:
         local = LocalDiagnostics(diagnostics)
-        scores = super().score(self._local_rows(rows), local)
-        self._run_missing_batches(rows, backward=False)
+        with self.policy.rounded():  # until all ranks have run their batches
+            scores = super().score(self._local_rows(rows), local)
+            self._run_missing_batches(rows, backward=False)
         gathered = all_gather(({key: values.cpu() for key, values in scores.items()}, local.collected()))
         merge([part for _, part in gathered], diagnostics)
         return {key: values.to(self.policy.device) for part, _ in gathered for key, values in part.items()}
@@ -275,10 +287,11 @@ class ShardedOptimizer(Optimizer):
         reference: bool = False,
     ) -> float:
         local = LocalDiagnostics(diagnostics)
-        total = super().backward(
-            self._local_rows(rows), loss, weights, local, proximal=proximal, reference=reference
-        )
-        self._run_missing_batches(rows, backward=True, reference=reference)
+        with self.policy.rounded():
+            total = super().backward(
+                self._local_rows(rows), loss, weights, local, proximal=proximal, reference=reference
+            )
+            self._run_missing_batches(rows, backward=True, reference=reference)
         gathered = all_gather((total, local.collected()))
         merge([part for _, part in gathered], diagnostics)
         return sum(part for part, _ in gathered)
