@@ -13,6 +13,7 @@ from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.engines.vllm.engine import VllmEngine
 from afield.engines.vllm.weight_transfer import VllmTransfer
 from afield.errors import Conflict, Unavailable, UsageError
+from afield.interfaces.engine import TopLogprobs
 from afield.interfaces.shared_weights import (
     SharedTensor,
     SharedWeights,
@@ -240,6 +241,18 @@ async def test_a_server_that_does_not_name_its_weights_gets_them_and_calls_have_
         assert versions(await answer(engine, a_call())) == [1] * 12
         with pytest.raises(Conflict, match="older"):
             await engine.load(0, str(weights))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_server_that_names_likely_tokens_by_their_ids_is_read_like_others(stream: bool) -> None:
+    tops: list[list[TopLogprobs]] = []
+    for labels in (True, False):
+        async with connected(FakeVllm(ScriptedEngine(counting_on), labels=labels)) as engine:
+            assert (await engine.info()).max_top_logprobs == 20
+            chunks = await answer(engine, a_call(top_logprobs=3, stream=stream))
+            tops.append([top for chunk in chunks for top in chunk.top_logprobs])
+    assert tops[0] == tops[1]
+    assert all(len(top) >= 1 for top in tops[0])
 
 
 # --- adapters ------------------------------------------------------------------------------------

@@ -341,6 +341,11 @@ class FakeVllm:
             if self.pieces:
                 await asyncio.sleep(0)
 
+    def candidate(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
+        if self.labels:
+            return {"token_id": token, "logprob": logprob, "rank": rank}
+        return {"token": f"token_id:{token}", "logprob": logprob, "bytes": None}  # as in 0.26
+
     def as_generate(self, chunks: list[Chunk], seen: list[Chunk], body: dict[str, Any], fault: str) -> Any:
         tokens, logprobs, last = self.joined(chunks, body["sampling_params"], fault)
         tops = [top for chunk in chunks for top in chunk.top_logprobs] or [()] * len(tokens)
@@ -350,7 +355,7 @@ class FakeVllm:
                 "logprob": p,
                 "rank": 1,
                 "top_logprobs": [
-                    {"token_id": token, "logprob": logprob, "rank": rank}
+                    self.candidate(token, logprob, rank)
                     for rank, (token, logprob) in enumerate(top or [(t, p)], 1)
                 ],
             }

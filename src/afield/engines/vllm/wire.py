@@ -34,10 +34,17 @@ TOKEN_ID = "token_id:"
 class Candidate(Struct):
     """Likely token at a position, with its log-probability."""
 
-    token_id: int
-    """Token id."""
     logprob: float
     """Log-probability."""
+    token_id: int | None = None
+    """Token id; None from releases before 0.32, which name it."""
+    token: str = ""
+    """Name `token_id:ID`."""
+
+    @property
+    def id(self) -> int:
+        """Token id; raises ValueError for a token that is named by its text."""
+        return int(self.token.removeprefix(TOKEN_ID)) if self.token_id is None else self.token_id
 
 
 class TokenLogprob(Struct):
@@ -163,10 +170,14 @@ class VllmSample:
 
     def _add_tops(self, ids: list[int], logprobs: Logprobs[Any], where: str) -> None:
         if logprobs.content is not None:
-            candidates = [[(c.token_id, c.logprob) for c in entry.top_logprobs] for entry in logprobs.content]
+            entries = [entry.top_logprobs for entry in logprobs.content]
         else:
             named = [top or {} for top in NAMED.decode(logprobs.top_logprobs) or []]
-            candidates = [[(int(name.removeprefix(TOKEN_ID)), p) for name, p in top.items()] for top in named]
+            entries = [[Candidate(p, token=name) for name, p in top.items()] for top in named]
+        try:
+            candidates = [[(entry.id, entry.logprob) for entry in top] for top in entries]
+        except ValueError as error:
+            raise Unavailable(f"{where} names likely tokens by their text instead of their id") from error
         if len(candidates) != len(ids):
             raise Unavailable(
                 f"{where} gave {len(ids)} ids but top log-probabilities of {len(candidates)} positions"
