@@ -12,6 +12,7 @@ from afield.errors import UsageError
 from afield.settings.environment import visible_devices
 from afield.settings.train import TrainConfig
 
+UNTRIED = "shared GPU memory has not been tried on hardware yet; weight_transfer = memory uses it"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -52,6 +53,8 @@ def weight_transfer(config: TrainConfig) -> TransferChoice:
                 " set weight_transfer = disk or auto"
             )
         return TransferChoice("memory")
+    if obstacle is None and visible_gpus() and trainer_gpus(config):
+        obstacle = Obstacle(UNTRIED, sure=False)
     return TransferChoice("memory") if obstacle is None else TransferChoice("disk", obstacle.reason)
 
 

@@ -281,7 +281,7 @@ class GatewayChildSettings(SettingsGroup, frozen=True, kw_only=True):
     engine uses float32 on a CPU and bfloat16 on a GPU."""
     weight_transfer: Annotated[WeightTransferName, RESUMABLE] = "auto"
     """Way of new weights to engines: memory shares them with engines on the same machine and writes the file
-    afterwards, disk writes it first. auto selects memory if trainer and engine can share it."""
+    afterwards, disk writes it first. auto selects memory if trainer and engine can share it on a CPU."""
     engine_start_timeout_s: Annotated[NotNegative, RESUMABLE] = 300.0
     """Seconds that the engine of the started gateway has to load its model and answer."""
     record_engine_calls: bool = False
