@@ -267,10 +267,10 @@ class JoinedLinears:
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self._sizes = [layer.out_features for layer in layers]
         with torch.no_grad():
-            self._weight = torch.cat([layer.weight for layer in layers])
+            self._weight = torch.cat([layer.weight.detach() for layer in layers])
             for layer, part in zip(layers, self._weight.split(self._sizes), strict=True):
                 layer.weight = nn.Parameter(part, requires_grad=False)
-            biases = [layer.bias for layer in layers if layer.bias is not None]
+            biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
             self._bias = torch.cat(biases) if biases else None
             if self._bias is not None:
                 for layer, part in zip(layers, self._bias.split(self._sizes), strict=True):
