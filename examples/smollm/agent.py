@@ -22,20 +22,16 @@ warnings.filterwarnings("ignore", message="create_react_agent has been moved")
 STEPS = 9  # nodes visited: the model five times, its tools in between
 
 
-def task_of(config: RunnableConfig) -> Task:
-    return config.get("configurable", {})["task"]
-
-
 @tool
 async def find_orders(customer: str, config: RunnableConfig) -> str:
     """The orders of a customer."""
-    return tasks.find_orders(task_of(config), customer)
+    return tasks.find_orders(config.get("configurable", {})["task"], customer)
 
 
 @tool
 async def get_order(order_id: str, config: RunnableConfig) -> str:
     """The details of an order."""
-    return tasks.get_order(task_of(config), order_id)
+    return tasks.get_order(config.get("configurable", {})["task"], order_id)
 
 
 TOOLS = [find_orders, get_order]
