@@ -304,7 +304,10 @@ async def test_steps_after_the_last_checkpoint_are_trained_again_on_the_same_gro
 ) -> None:
     async with collection(tmp_path, good) as b:
         run = Run(b, tmp_path / "run", "sync", groups=10)
-        run.config = LoopConfig(policy="policy", checkpoint_every=3, async_checkpoints=asynchronous)
+        # An agent that outlives its collector may go on with the weights of the checkpoint, and be stale.
+        run.config = LoopConfig(
+            policy="policy", checkpoint_every=3, async_checkpoints=asynchronous, stale="correct"
+        )
         gathering = asyncio.create_task(run.collect(rollouts=2))
         learning = asyncio.create_task(run.training_loop().run())
         while len(run.lines) < 4:
